@@ -1,0 +1,241 @@
+"""The node port: what the control plane may ask of one host. `corral.node` serves it in process (embedded) and later over a wire.
+
+Contract:
+
+* Every mutating call carries the fence; one below the instance's floor raises `lease_lost`. Calls are idempotent by
+  `instance_id` / `exec_id`: a second `create` of a live instance returns it, a second `start_exec` attaches, never starts twice.
+* Facts are journalled in the state directory before their effect, so that `open` after `kill -9` adopts every live instance and
+  every exec whose guest still knows it (output resumes by offset), or says `lost`.
+* The guest is never trusted for limits, kills, usage or files: the node's own view of the host decides.
+* `destroy` always ends with evidence. `gc` removes what no journalled instance owns and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from corral.domain.facts import ExecFacts
+from corral.domain.fence import Fence
+from corral.domain.limits import Limits
+from corral.ports.runtime import Evidence, RuntimeInfo, Stats
+
+
+@dataclass(frozen=True)
+class CreateInstance:
+    """What the control plane asks for; the node knows paths. `deadline_s` is the dead man's switch, from now."""
+
+    instance_id: str
+    sandbox_id: str
+    incarnation: int
+    fence: Fence
+    runtime: str
+    template: str
+    limits: Limits
+    deadline_s: float
+    unsafe: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class InstanceReport:
+    """A live instance: `ref` is opaque JSON for the instance row; `phases` are milliseconds per step of the creation."""
+
+    instance_id: str
+    ref: dict[str, Any]
+    template_digest: str
+    security_level: int
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExecSpec:
+    """One exec. Strings may hold lone surrogates (surrogateescape) for bytes that are not UTF-8.
+
+    `argv[0]` is looked up on PATH inside. `stdin`: bytes given at once then end of file, or None = end of file at once.
+    `background`: what happens to processes left when main exits: `keep` or `kill`.
+    """
+
+    exec_id: str
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    cwd: str = "/workspace"
+    user: str = "sandbox"
+    stdin: bytes | None = None
+    stdin_open: bool = False
+    pty: tuple[int, int] | None = None
+    limits: Limits = field(default_factory=Limits)
+    grace_s: float = 2.0
+    background: Literal["keep", "kill"] = "keep"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes of one stream; `offset` counts bytes produced on that stream, `cursor` is opaque and rises; `t_ms` since exec start."""
+
+    stream: Literal["stdout", "stderr"]
+    offset: int
+    data: bytes
+    t_ms: int
+    cursor: str
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Bytes `[offset, offset + bytes)` of a stream are no longer kept."""
+
+    stream: Literal["stdout", "stderr"]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """One change under /workspace found by looking from the host."""
+
+    path: str
+    change: Literal["created", "modified", "deleted"]
+    type: Literal["file", "dir", "symlink"]
+    size: int
+    mode: str
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Answer of `collect`. `artifacts`: path, size, digest of what was copied out; `skipped` names matches over the size cap."""
+
+    files: tuple[FileChange, ...]
+    files_truncated: bool
+    artifacts: tuple[dict[str, Any], ...]
+    skipped: tuple[str, ...] = ()
+    complete: bool = True
+    """False when the tree could not be read whole; then nothing is claimed about what is missing."""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """`doctor`'s host part."""
+
+    cgroup: Literal["v1", "v2", "hybrid", "none"]
+    user: Literal["root", "user"]
+    memory_bytes: int
+    cpus: int
+
+
+Progress = Callable[[str, float | None], None]
+"""(sentence, fraction 0..1 or None): long work tells where it is."""
+
+
+class Node(Protocol):
+    """See the module docstring."""
+
+    node_id: str
+
+    async def open(self, progress: Progress | None = None) -> None:
+        """Take the journal, adopt what lives."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything; sandboxes live on."""
+        ...
+
+    async def runtimes(self, *, fresh: bool = False) -> list[RuntimeInfo]:
+        """Every registered runtime, probed once per boot and version (cached in the state directory)."""
+        ...
+
+    async def host(self) -> HostFacts: ...
+
+    async def templates(self) -> list[dict[str, Any]]:
+        """`{"name","digest"|None,"available":bool,"reason","languages":[..]}` for each known template."""
+        ...
+
+    async def ensure_template(self, template: str, progress: Progress | None = None) -> str:
+        """Build it if it is not there; -> digest. `template_unavailable` when it cannot be."""
+        ...
+
+    async def create(self, request: CreateInstance, progress: Progress | None = None) -> InstanceReport: ...
+
+    async def fence(self, instance_id: str, fence: Fence, mode: Literal["kill", "adopt"]) -> None:
+        """Journal the floor, then have the guest acknowledge it; `kill` ends execs of older fences first."""
+        ...
+
+    async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None: ...
+
+    async def put_files(self, instance_id: str, fence: Fence, files: Sequence[tuple[str, int, bytes]]) -> None:
+        """(path relative to /workspace, mode, content): parents made, owned by the sandbox's user; never follows a link out."""
+        ...
+
+    async def put_tar(
+        self, instance_id: str, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str = "sandbox"
+    ) -> None:
+        """Unpack inside, in a process with the exec's user. A bad archive is `invalid_value` naming the entry."""
+        ...
+
+    def get_tar(self, instance_id: str, path: str, user: str = "sandbox") -> AsyncIterator[bytes]:
+        """Pack inside, streamed. `not_found` before the first byte when the path does not exist."""
+        ...
+
+    async def start_exec(self, instance_id: str, fence: Fence, spec: ExecSpec) -> None:
+        """Returns when the guest acknowledged (or refused: then `wait_exec` has the start failure)."""
+        ...
+
+    def stream_exec(self, exec_id: str, cursor: str | None = None) -> AsyncIterator[Chunk | Gap]:
+        """Output from the cursor to the end of the exec, live. `cursor_gone` when it is older than the spool."""
+        ...
+
+    async def wait_exec(self, exec_id: str) -> ExecFacts:
+        """The facts, once the exec has ended; answers again later, also after a restart, until `forget_exec`."""
+        ...
+
+    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool) -> None: ...
+
+    async def signal_exec(self, exec_id: str, signal: int) -> None: ...
+
+    async def resize_exec(self, exec_id: str, rows: int, cols: int) -> None: ...
+
+    async def end_exec(self, exec_id: str, ended_by: str) -> None:
+        """Kill the whole tree (TERM, grace, KILL) and let `wait_exec` tell `ended_by`. Returns when it is ended. Idempotent."""
+        ...
+
+    async def read_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> tuple[bytes, bytes]:
+        """(head, tail) as kept; tail empty when nothing was dropped."""
+        ...
+
+    def raw_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> AsyncIterator[bytes]:
+        """Everything spooled, up to the kill limit."""
+        ...
+
+    async def timeline(self, exec_id: str) -> list[dict[str, Any]]: ...
+
+    async def forget_exec(self, exec_id: str) -> None:
+        """Drop spool and journal entries."""
+        ...
+
+    async def mark(self, instance_id: str) -> None:
+        """Remember the workspace as it is now: the base of the next `collect`."""
+        ...
+
+    async def collect(self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None) -> Collected:
+        """Changes under /workspace since `mark` (files that we put count as there before), artifacts copied to directory `into`."""
+        ...
+
+    async def stats(self, instance_id: str) -> Stats: ...
+
+    async def destroy(self, instance_id: str, reason: str) -> Evidence:
+        """End it and remove everything; an unknown instance is clean. Needs no fence: callers hold the lease or condemned it."""
+        ...
+
+    async def lost(self) -> str:
+        """Wait for and return the id of the next instance that ended without being destroyed."""
+        ...
+
+    async def instances(self) -> list[str]: ...
+
+    async def leftovers(self) -> list[dict[str, Any]]:
+        """`{"kind": process|mount|cgroup|loop|directory|..., "id", "instance_id"}` of ours that no live instance owns."""
+        ...
+
+    async def gc(self) -> dict[str, int]:
+        """Remove leftovers; -> counts per kind, and `failed`."""
+        ...
