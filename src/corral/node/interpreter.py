@@ -1,16 +1,16 @@
-"""The projected interpreter: a trimmed copy of Corral's own CPython that runs in any root file system of the architecture.
+"""The projected interpreter: a trimmed copy of Corral's own CPython that runs in any image of the architecture.
 
-`ensure_interpreter(state_dir)` -> path of a content-addressed tree, built on first use (about a second) and read-only in meaning
-afterwards. The tree appears inside a sandbox at /.corral and needs nothing from the image, neither a libc nor /bin:
+`ensure_interpreter(state_dir)` -> path of a content-addressed tree, built on first use (about a second) and never
+written again. The tree appears inside a sandbox at /.corral and needs nothing from the image, neither a libc nor /bin:
 
     bin/python3                 the interpreter's binary
     lib/ld.so, lib/*.so*        its own dynamic loader and every library that binary and modules need
     lib/pythonX.Y/…             only the modules that the guest and its tools import, as source with unchecked-hash .pyc
     site/boot.py, site/corral/guest/*.py
 
-It is started as `/.corral/lib/ld.so --library-path /.corral/lib /.corral/bin/python3 -I -S -B /.corral/site/boot.py …`. The key covers the
-interpreter's identity and the guest's sources, so a new version of either makes a new tree beside the old one, which live
-sandboxes go on using.
+It is started as `/.corral/lib/ld.so --library-path /.corral/lib /.corral/bin/python3 -I -S -B /.corral/site/boot.py …`.
+The key covers the interpreter's identity and the guest's sources, so a new version of either makes a new tree beside the
+old one, which live sandboxes go on using.
 """
 
 from __future__ import annotations
@@ -37,12 +37,17 @@ PYTHON_ARGV = (f"{INSIDE}/lib/ld.so", "--library-path", f"{INSIDE}/lib", f"{INSI
 GUEST_ARGV = (*PYTHON_ARGV, f"{INSIDE}/site/boot.py")
 
 _ROOTS = (
-    "os, io, sys, time, errno, signal, select, selectors, socket, struct, fcntl, termios, tty, pty, resource, json, base64, zlib, binascii, "
-    "tarfile, gzip, shutil, stat, re, ctypes, threading, traceback, hashlib, random, array, mmap, subprocess, warnings, codecs, functools, "
-    "contextlib, tempfile, fnmatch, glob, pathlib, argparse, linecache, locale, copy, types, weakref, heapq, bisect, string, textwrap, "
-    "collections.abc, importlib.util, importlib.machinery, encodings.utf_8, encodings.ascii, encodings.latin_1, encodings.idna, encodings.utf_16"
+    "os, io, sys, time, errno, signal, select, selectors, socket, struct, fcntl, termios, tty, pty, resource, json, "
+    "base64, zlib, binascii, tarfile, gzip, shutil, stat, re, ctypes, threading, traceback, hashlib, random, array, mmap, "
+    "subprocess, warnings, codecs, functools, contextlib, tempfile, fnmatch, glob, pathlib, argparse, linecache, locale, "
+    "copy, types, weakref, heapq, bisect, string, textwrap, collections.abc, importlib.util, importlib.machinery, "
+    "encodings.utf_8, encodings.ascii, encodings.latin_1, encodings.idna, encodings.utf_16"
 )
 """What the guest may import, now or lazily; what these import comes along."""
+
+_LIST_MODULES = (
+    f"import sys, {_ROOTS}\nfor m in list(sys.modules.values()):\n f = getattr(m, '__file__', None)\n f and print(f)\n"
+)
 
 Progress = Callable[[str, float | None], None]
 
