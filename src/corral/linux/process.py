@@ -1,7 +1,8 @@
 """References to processes that survive reuse of numbers, and the only place that sends a signal.
 
-A number is never signalled: a stopped container reports pid -1, and `kill(-1)` as root ends every process of the machine. A
-`ProcessRef` names one process by (pid, start time, boot id); whatever cannot be proved to be that process is treated as gone.
+A number is never signalled: a stopped container reports pid -1, and `kill(-1)` as root ends every process of the
+machine. A `ProcessRef` names one process by (pid, start time, boot id); whatever cannot be proved to be that process is
+treated as gone.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def ref_of(pid: int) -> ProcessRef | None:
 
 
 def open_pidfd(ref: ProcessRef) -> int | None:
-    """A pidfd of exactly this process (close it), or None when it is gone. A zombie still has one; it polls readable."""
+    """A pidfd of exactly this process (close it), or None when it is gone. A zombie has one that polls readable."""
     if ref.pid <= 0 or ref.boot_id != boot_id():
         return None
     try:

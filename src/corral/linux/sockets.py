@@ -21,7 +21,7 @@ def _address(directory: str, name: str) -> Iterator[str]:
 
 
 def listen(directory: str, name: str, *, backlog: int = 16) -> socket.socket:
-    """A listening stream socket at `directory/name`, mode 0600, replacing a socket of that name; not inherited by default."""
+    """A listening stream socket at `directory/name`, mode 0600, replacing one of that name; close-on-exec."""
     with _address(directory, name) as path:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
