@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -34,6 +35,29 @@ class Limits:
     wall_s: float = 60.0
     open_files: int = 1024
 
+    def as_dict(self) -> dict[str, Any]:
+        """The words of the contract -> numbers (bytes, counts, cores, seconds); `from_dict` is the inverse."""
+        return {word: getattr(self, name) for word, name in _WORDS.items()}
+
+    @classmethod
+    def from_dict(cls, doc: Mapping[str, Any]) -> Limits:
+        """Limits as stored by `as_dict`; a word that is missing gets its default, an unknown one is ignored (a newer writer)."""
+        return cls(**{name: doc[word] for word, name in _WORDS.items() if doc.get(word) is not None})
+
+
+_WORDS = {
+    "memory": "memory_bytes",
+    "cpu": "cpu",
+    "pids": "pids",
+    "disk": "disk_bytes",
+    "inodes": "inodes",
+    "tmp": "tmp_bytes",
+    "output": "output_bytes",
+    "output_kill": "output_kill_bytes",
+    "wall": "wall_s",
+    "open_files": "open_files",
+}
+
 
 @dataclass(frozen=True)
 class LimitModes:
@@ -52,3 +76,8 @@ class LimitModes:
     def as_dict(self) -> dict[str, str]:
         """Limit name -> mode, in the order of `LIMIT_NAMES`."""
         return {name: getattr(self, name) for name in LIMIT_NAMES}
+
+    @classmethod
+    def from_dict(cls, doc: Mapping[str, Any]) -> LimitModes:
+        """The inverse of `as_dict`; a limit that is not named is `absent`."""
+        return cls(**{name: doc.get(name, "absent") for name in LIMIT_NAMES})
