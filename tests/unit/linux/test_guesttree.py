@@ -1,0 +1,276 @@
+"""The host's view of a hostile tree: nothing outside is read or written, whatever the tree does."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from corral.errors import CorralError
+from corral.linux.guesttree import Caps, GuestTree, remove_tree
+from corral.linux.manifest import Manifest, diff
+
+UID = 54399
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[tuple[Path, GuestTree]]:
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent == Path("/tmp"):
+            break
+        parent.chmod(parent.stat().st_mode | 0o011)
+    root = tmp_path / "workspace"
+    root.mkdir()
+    uid = UID if os.geteuid() == 0 else os.geteuid()
+    os.chown(root, uid, uid) if os.geteuid() == 0 else None
+    yield root, GuestTree(str(root), uid, uid)
+    remove_tree(str(root))
+
+
+def _own(root: Path) -> None:
+    if os.geteuid() == 0:
+        for base, dirs, files in os.walk(root):
+            for name in (*dirs, *files):
+                os.lchown(os.path.join(base, name), UID, UID)
+
+
+def test_files_put_arrive_owned_by_the_sandbox_with_parents_and_mode(tree: tuple[Path, GuestTree]) -> None:
+    root, guest = tree
+    guest.put([("a/b/你好\n'\".py", 0o4755, b"x" * 10), ("n\udcff", 0o600, b"")])
+    info = (root / "a/b/你好\n'\".py").stat()
+    assert info.st_mode & 0o7777 == 0o755
+    assert info.st_uid == (UID if os.geteuid() == 0 else os.geteuid())
+    assert (root / "a").stat().st_uid == info.st_uid
+    assert b"n\xff" in os.listdir(os.fsencode(root))
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", "", ".", "a/", "x\0y", "d" * 300])
+def test_a_path_that_is_not_below_is_refused_and_named(tree: tuple[Path, GuestTree], path: str) -> None:
+    with pytest.raises(CorralError) as caught:
+        tree[1].put([("ok", 0o644, b""), (path, 0o644, b"")])
+    assert (caught.value.code, caught.value.field) == ("invalid_value", "/files/1/path")
+    assert not (tree[0] / "ok").exists()
+
+
+def test_put_never_follows_a_link(tree: tuple[Path, GuestTree], tmp_path: Path) -> None:
+    root, guest = tree
+    canary = tmp_path / "canary"
+    canary.mkdir(mode=0o777)
+    canary.chmod(0o777)
+    (canary / "file").write_bytes(b"host")
+    (canary / "file").chmod(0o666)
+    (root / "d").symlink_to(canary)
+    (root / "f").symlink_to(canary / "file")
+    with pytest.raises(CorralError) as caught:
+        guest.put([("d/file", 0o644, b"pwned")])
+    assert caught.value.code == "invalid_value"
+    guest.put([("f", 0o644, b"mine")])
+    assert (canary / "file").read_bytes() == b"host"
+    assert not (root / "f").is_symlink()
+    assert (root / "f").read_bytes() == b"mine"
+
+
+def test_a_scan_tells_created_modified_deleted_and_ignores_a_touch(tree: tuple[Path, GuestTree]) -> None:
+    root, guest = tree
+    guest.put([("keep", 0o644, b"1"), ("touch", 0o644, b"1"), ("change", 0o644, b"1"), ("gone", 0o644, b"1")])
+    before = guest.scan()
+    os.utime(root / "touch", (1, 1))
+    (root / "change").write_bytes(b"2")
+    (root / "gone").unlink()
+    (root / "new").mkdir()
+    (root / "new" / "link").symlink_to("/etc/passwd")
+    (root / b"bad\xff\n".decode("utf-8", "surrogateescape")).write_bytes(b"z")
+    os.mkfifo(root / "fifo")
+    _own(root)
+    after = guest.scan(before)
+    changes, more = diff(before, after)
+    assert not more
+    assert [(c.path, c.change, c.entry.kind) for c in changes] == [
+        (b"bad\xff\n", "created", "file"),
+        (b"change", "modified", "file"),
+        (b"gone", "deleted", "file"),
+        (b"new", "created", "dir"),
+        (b"new/link", "created", "symlink"),
+    ]
+    assert changes[0].entry.digest == hashlib.sha256(b"z").digest()
+    assert after.digest() != before.digest()
+    assert Manifest.load(list(after.dump())).entries == after.entries
+    assert after.complete
+
+
+def test_a_change_of_equal_size_right_after_a_scan_is_seen(tree: tuple[Path, GuestTree]) -> None:
+    root, guest = tree
+    for turn in range(20):
+        guest.put([("f", 0o644, b"a")])
+        before = guest.scan()
+        with open(root / "f", "r+b") as file:
+            file.write(b"b")
+        changes, _ = diff(before, guest.scan(before))
+        assert [c.change for c in changes] == ["modified"], turn
+
+
+def test_caps_make_an_answer_incomplete_and_then_nothing_is_called_deleted(tree: tuple[Path, GuestTree]) -> None:
+    root, guest = tree
+    guest.put([(f"f{i}", 0o644, b"") for i in range(50)])
+    whole = guest.scan()
+    small = GuestTree(str(root), whole and os.stat(root).st_uid, os.stat(root).st_gid, Caps(entries=10))
+    part = small.scan()
+    assert not part.complete
+    assert len(part.entries) == 10
+    assert diff(whole, part)[0] == []
+    (root / ("d/" * 200)).mkdir(parents=True)
+    _own(root)
+    deep = guest.scan()
+    assert not deep.complete
+
+
+def test_copy_out_takes_regular_files_only_and_names_what_does_not_fit(
+    tree: tuple[Path, GuestTree], tmp_path: Path
+) -> None:
+    root, guest = tree
+    into = tmp_path / "artifacts"
+    into.mkdir(mode=0o700)
+    guest.put(
+        [("out/a.txt", 0o644, b"a"), ("out/s/b.bin", 0o755, b"bb"), ("out/big", 0o644, b"x" * 100), ("c", 0o644, b"")]
+    )
+    os.link(root / "out/a.txt", root / "out/hard")
+    (root / "out/link").symlink_to("/etc/passwd")
+    os.mkfifo(root / "out/fifo")
+    os.chmod(root / "out/s/b.bin", 0o6755)
+    copied = guest.copy_out(["out/**", "out/a*"], str(into), 50)
+    assert [(path, size) for path, size, _ in copied.files] == [
+        (b"out/a.txt", 1),
+        (b"out/hard", 1),
+        (b"out/s/b.bin", 2),
+    ]
+    assert copied.skipped == [b"out/big"]
+    assert copied.complete
+    assert (into / "out/s/b.bin").stat().st_mode & 0o7777 == 0o755
+    assert (into / "out/s/b.bin").stat().st_uid == os.geteuid()
+    assert sorted(p.name for p in (into / "out").iterdir()) == ["a.txt", "hard", "s"]
+
+
+@pytest.mark.parametrize(
+    ("glob", "found"),
+    [
+        ("*.txt", ["a.txt"]),
+        ("**/*.txt", ["a.txt", "d/b.txt", "d/e/c.txt"]),
+        ("d", ["d/b.txt", "d/e/c.txt"]),
+        ("d/*", ["d/b.txt", "d/e/c.txt"]),
+        ("d/?.txt", ["d/b.txt"]),
+        ("[ab].txt", ["a.txt"]),
+        ("[!a].txt", []),
+        ("**", ["a.txt", "d/b.txt", "d/e/c.txt"]),
+        ("missing/**", []),
+        ("./d/e/", ["d/e/c.txt"]),
+    ],
+)
+def test_globs_match_as_people_expect(
+    tree: tuple[Path, GuestTree], tmp_path: Path, glob: str, found: list[str]
+) -> None:
+    _, guest = tree
+    (tmp_path / "o").mkdir()
+    guest.put([(name, 0o644, b"1") for name in ("a.txt", "d/b.txt", "d/e/c.txt")])
+    copied = guest.copy_out([glob], str(tmp_path / "o"), 1000)
+    assert [os.fsdecode(path) for path, _, _ in copied.files] == found
+
+
+def test_a_swap_of_directory_and_link_during_the_work_reads_and_writes_nothing_of_the_host(
+    tree: tuple[Path, GuestTree], tmp_path: Path
+) -> None:
+    root, guest = tree
+    canary = tmp_path / "canary"
+    canary.mkdir()
+    (canary / "f").write_bytes(b"HOST")
+    canary.chmod(0o777)
+    (canary / "f").chmod(0o666)
+    guest.put([("real/f", 0o644, b"guest")])
+    (root / "link").symlink_to(canary)
+    stop = threading.Event()
+
+    def swap() -> None:
+        while not stop.is_set():
+            for source in ("real", "link"):
+                try:
+                    os.rename(root / source, root / "d")
+                    os.rename(root / "d", root / source)
+                except OSError:
+                    pass
+
+    swapper = threading.Thread(target=swap)
+    swapper.start()
+    into = tmp_path / "o"
+    into.mkdir()
+    done = refused = 0
+    try:
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            try:
+                guest.put([("d/f", 0o644, b"guest")])
+                done += 1
+            except CorralError:
+                refused += 1
+            guest.copy_out(["d/f"], str(into), 1000)
+            guest.scan()
+    finally:
+        stop.set()
+        swapper.join()
+    assert done + refused > 20
+    assert (canary / "f").read_bytes() == b"HOST"
+    assert os.listdir(canary) == ["f"]
+    for base, _, files in os.walk(into):
+        for name in files:
+            assert (Path(base) / name).read_bytes() == b"guest"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another uid")
+def test_the_work_is_done_with_the_sandboxs_ids_and_ours_are_untouched(tree: tuple[Path, GuestTree]) -> None:
+    root, guest = tree
+    secret = root / "secret"
+    secret.write_bytes(b"root only")
+    secret.chmod(0o600)
+    manifest = guest.scan()
+    assert manifest.entries[b"secret"].digest is None
+    assert secret.read_bytes() == b"root only"
+    (root / "mine").write_bytes(b"")
+    assert (root / "mine").stat().st_uid == 0
+
+
+def test_remove_tree_survives_deep_nests_no_modes_and_strange_names(tmp_path: Path) -> None:
+    root = tmp_path / "r"
+    root.mkdir()
+    canary = tmp_path / "canary"
+    canary.write_bytes(b"host")
+    (root / "l").symlink_to(tmp_path)
+    (root / b"\xff\n".decode("utf-8", "surrogateescape")).write_bytes(b"")
+    os.mkfifo(root / "fifo")
+    here = os.open(root, os.O_RDONLY)
+    name = "n" * 200
+    for _ in range(600):  # far beyond PATH_MAX
+        os.mkdir(name, dir_fd=here)
+        below = os.open(name, os.O_RDONLY, dir_fd=here)
+        os.mkdir("shut", 0o000, dir_fd=below)
+        os.close(here)
+        here = below
+    os.close(here)
+    assert remove_tree(str(root)) == []
+    assert not root.exists()
+    assert canary.read_bytes() == b"host"
+    assert remove_tree(str(root)) == []
+
+
+def test_usage_counts_blocks_once_per_hard_link(tree: tuple[Path, GuestTree]) -> None:
+    root, guest = tree
+    guest.put([("f", 0o644, random.randbytes(1 << 20))])
+    once = guest.usage()
+    os.link(root / "f", root / "g")
+    twice = guest.usage()
+    assert once.complete
+    assert once.bytes >= 1 << 20
+    assert (twice.bytes, twice.entries) == (once.bytes, once.entries + 1)
