@@ -1,0 +1,219 @@
+"""The writable disk of one instance: a file-system image with hard byte and inode limits, or (without root) plain directories.
+
+Everything lies in the instance's directory under fixed names, so `discard` finds it whatever state a crash left behind:
+`disk.img` (sparse image), `disk` (where it is mounted) with `workspace`, `home`, `var_tmp` for the sandbox's user. `disk/guest.log`
+is for the guest's own output: it counts against the disk, is not reachable from inside, and cannot fill the host.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import time
+
+from corral import faults
+from corral.errors import CorralError
+from corral.linux import mounts
+from corral.ports.runtime import HostTree
+
+DIRECTORIES = {"workspace": 0o755, "home": 0o755, "var_tmp": 0o1777}
+LOG = "guest.log"
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SEARCHABLE = 0o755
+_BLOCK = 4096
+_INODE = 256
+_EXT4_SHUTDOWN = 0x8004587D
+_SHUTDOWN_NOLOGFLUSH = 2
+
+
+def prepare(
+    directory: str,
+    size_bytes: int,
+    inodes: int,
+    uid: int,
+    gid: int,
+    *,
+    idmap_fd: int | None = None,
+) -> HostTree:
+    """Make and mount the image: exactly `size_bytes` can be written, in about `inodes` files.
+
+    `uid`/`gid` own the directories on disk. With `idmap_fd` (a user namespace) the mount shows them as the host ids that the
+    namespace has for them, so the image itself does not depend on the range; the answer names the ids as seen at the mount.
+    """
+    if os.path.lexists(f"{directory}/disk.img") and (left := discard(directory)):
+        raise CorralError("infra_error", f"an older disk is still in use: {', '.join(left)}")
+    image, point = f"{directory}/disk.img", f"{directory}/disk"
+    os.makedirs(point, exist_ok=True)
+    os.chmod(point, _SEARCHABLE)
+    _make_image(image, size_bytes, inodes)
+    faults.point("runtime.create.image")
+    mount = _mount_image(image)
+    try:
+        _limit_exactly(mount, size_bytes)
+        for name, mode in DIRECTORIES.items():
+            os.mkdir(name, dir_fd=mount)
+            os.chown(name, uid, gid, dir_fd=mount)
+            os.chmod(name, mode, dir_fd=mount)
+        os.close(os.open(LOG, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=mount))
+        if idmap_fd is not None:
+            mounts.set_idmap(mount, idmap_fd)
+        mounts.attach(mount, point)
+    finally:
+        os.close(mount)
+    faults.point("runtime.create.disk")
+    seen = os.stat(f"{point}/workspace")
+    return HostTree(point, seen.st_uid, seen.st_gid, "image")
+
+
+def prepare_directory(directory: str, uid: int, gid: int) -> HostTree:
+    """The same layout as plain directories, without any limit of its own (who cannot mount watches instead)."""
+    point = f"{directory}/disk"
+    os.makedirs(point, exist_ok=True)
+    os.chmod(point, _SEARCHABLE)
+    for name, mode in DIRECTORIES.items():
+        path = f"{point}/{name}"
+        os.makedirs(path, exist_ok=True)
+        if os.geteuid() == 0:
+            os.chown(path, uid, gid)
+        os.chmod(path, mode)
+    os.close(os.open(f"{point}/{LOG}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    return HostTree(point, uid, gid, "directory")
+
+
+def free(directory: str) -> tuple[int, int]:
+    """(bytes, inodes) that can still be used."""
+    numbers = os.statvfs(f"{directory}/disk")
+    return numbers.f_bavail * numbers.f_frsize, numbers.f_favail
+
+
+def discard(directory: str, *, timeout_s: float = 5.0) -> list[str]:
+    """Remove the disk with all it holds; -> what could not be removed. Call it when every process of the instance is dead.
+
+    The loop device is the witness: its end is waited for, for a mount that is gone by name may be held elsewhere.
+    """
+    image, point = f"{directory}/disk.img", f"{directory}/disk"
+    end = time.monotonic() + timeout_s
+    pause = 0.001
+    while True:
+        if mounts.mounts_below(point):
+            _forget_dirty_data(point)
+        left = mounts.umount_below(point)
+        if not left:
+            left = [f"{device} ({file})" for device, file in mounts.loops_below(image).items()]
+            for device in mounts.loops_below(image):
+                mounts.free_loop(device)
+        if not left or time.monotonic() > end:
+            break
+        time.sleep(pause)
+        pause = min(0.05, pause * 2)
+    if left:
+        return left
+    try:
+        os.unlink(image)
+    except FileNotFoundError:
+        pass
+    remove_tree(point)
+    return []
+
+
+def stray_loops(prefix: str) -> dict[str, str]:
+    """Loop device -> image, for all images below `prefix`."""
+    return mounts.loops_below(prefix)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a tree however deep its directories nest and whatever their modes are. No process may be changing it."""
+    try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            return
+    except FileNotFoundError:
+        return
+    waiting, number = [path], 0
+    while waiting:
+        current = waiting.pop()
+        os.chmod(current, 0o700)
+        with os.scandir(current) as entries:
+            for entry in list(entries):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                elif os.path.dirname(entry.path) == path:
+                    waiting.append(entry.path)
+                else:
+                    # Moved up, so that no path ever grows beyond what the kernel takes.
+                    os.chmod(entry.path, 0o700)
+                    while os.path.lexists(lifted := f"{path}/.{number}"):
+                        number += 1
+                    os.rename(entry.path, lifted)
+                    waiting.append(lifted)
+        if current != path:
+            os.rmdir(current)
+    os.rmdir(path)
+
+
+def _make_image(image: str, size_bytes: int, inodes: int) -> None:
+    mkfs = shutil.which("mkfs.ext4", path=_PATH)
+    if mkfs is None:
+        raise CorralError("infra_error", "mkfs.ext4 is not installed", hint="install the package e2fsprogs")
+    # The tables come on top, so that the limit is what the program can write.
+    size = size_bytes + inodes * _INODE + size_bytes // 1024 + (2 << 20)
+    size += size // 50 if size < (800 << 20) else 16 << 20  # the kernel holds back 2 %, at most 16 MiB
+    with open(image, "xb") as file:
+        file.truncate(-(-size // _BLOCK) * _BLOCK)
+    command = [mkfs, "-q", "-F", "-b", str(_BLOCK), "-I", str(_INODE), "-m", "0", "-N", str(inodes + 16)]
+    command += [
+        "-O",
+        "^has_journal,^resize_inode,^metadata_csum,uninit_bg",
+        "-E",
+        "lazy_itable_init=1,nodiscard",
+        image,
+    ]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, env={"PATH": _PATH}, cwd="/", timeout=60
+    )
+    if done.returncode != 0:
+        why = done.stderr.decode("utf-8", "replace").strip()
+        raise CorralError("infra_error", f"mkfs.ext4 could not make a disk of {size_bytes} bytes: {why}")
+
+
+def _mount_image(image: str) -> int:
+    loop, device = mounts.attach_loop(image)
+    try:
+        faults.point("runtime.create.loop")
+        return mounts.new_filesystem("ext4", device, {"noinit_itable": None})
+    finally:
+        os.close(loop)  # the mount holds the device from now on; it frees itself with it
+
+
+def _limit_exactly(mount: int, size_bytes: int) -> None:
+    """Take away what the image has above its limit, by a file that only the host sees."""
+    numbers = os.fstatvfs(mount)
+    surplus = numbers.f_bavail * numbers.f_frsize - size_bytes
+    if surplus >= _BLOCK:
+        fd = os.open("pad", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=mount)
+        try:
+            os.posix_fallocate(fd, 0, surplus // _BLOCK * _BLOCK)
+        finally:
+            os.close(fd)
+
+
+def _forget_dirty_data(point: str) -> None:
+    """Stop the file system without writing back what will be thrown away: umount of a full disk costs no writes then."""
+    try:
+        fd = os.open(point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        if os.path.ismount(point):
+            fcntl.ioctl(fd, _EXT4_SHUTDOWN, struct.pack("I", _SHUTDOWN_NOLOGFLUSH))
+    except OSError as error:
+        if error.errno not in (errno.ENOTTY, errno.EPERM, errno.EIO, errno.EINVAL):
+            raise
+    finally:
+        os.close(fd)

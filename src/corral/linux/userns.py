@@ -1,0 +1,310 @@
+"""User namespaces and the host ids behind them.
+
+`SubordinateRange` is the block of host ids that belongs to one installation, cut into sub-ranges of 65536, one per live sandbox.
+Claims and allocations are entries below `/run/corral`, made by single atomic calls: they live exactly as long as processes can
+(until the next boot), survive any death of ours, and keep installations on one host apart.
+
+`create` makes a user namespace with given maps and hands out its descriptor: for id-mapped mounts and for bubblewrap's `--userns`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from corral.errors import CorralError
+
+SIZE = 65536
+"""Host ids per sandbox."""
+
+_RUN = "/run/corral"
+_BLOCK = 256 * SIZE
+_FLOOR = 1 << 28  # above what distributions, login ids and directory services hand out
+_CEILING = (1 << 31) - SIZE  # tools that keep ids in a signed int exist
+
+
+class SubordinateRange:
+    """The ids of one installation. Construction does no I/O; all methods may be called from any thread or process at once."""
+
+    def __init__(
+        self,
+        installation_id: str,
+        *,
+        state_dir: str,
+        configured: tuple[int, int] | None = None,
+        run_dir: str = _RUN,
+    ) -> None:
+        """`configured` = (first id, count) from the configuration; else a free block is claimed at the first allocation."""
+        self._installation = installation_id
+        self._state_dir = os.path.realpath(state_dir)
+        self._configured = configured
+        self._run = run_dir
+        self._block: tuple[int, int] | None = None
+
+    def allocate(self, instance_id: str) -> int:
+        """The first host id of the instance's own 65536; the same answer again until `release`."""
+        first, count = self.claim()
+        with self._lock():
+            taken = self._records()
+            if instance_id in taken:
+                return first + taken[instance_id] * SIZE
+            used = set(taken.values())
+            for index in range(count // SIZE):
+                if index not in used:
+                    os.symlink(instance_id, self._record(index))
+                    return first + index * SIZE
+        raise CorralError(
+            "quota_exceeded",
+            f"all {count // SIZE} user id ranges of this installation are in use",
+            hint="end sandboxes, or set a larger subuid_range",
+        )
+
+    def find(self, instance_id: str) -> int | None:
+        """The first host id that the instance holds, or None."""
+        block = self._block or self._claimed()
+        if block is None:
+            return None
+        self._block = block
+        index = self._records().get(instance_id)
+        return None if index is None else block[0] + index * SIZE
+
+    def release(self, instance_id: str) -> None:
+        """Give the sub-range back. Only when no process and no mount uses it any more. Idempotent."""
+        block = self._block or self._claimed()
+        if block is None:
+            return
+        self._block = block
+        with self._lock():
+            index = self._records().get(instance_id)
+            if index is not None:
+                os.unlink(self._record(index))
+
+    def allocated(self) -> dict[str, int]:
+        """Every instance id that holds a sub-range -> its first host id."""
+        block = self._block or self._claimed()
+        if block is None:
+            return {}
+        self._block = block
+        return {name: block[0] + index * SIZE for name, index in self._records().items()}
+
+    def claim(self) -> tuple[int, int]:
+        """The block (first id, count) of this installation, claimed now if it was not yet."""
+        if self._block is not None:
+            return self._block
+        os.makedirs(self._run, 0o755, exist_ok=True)
+        with self._lock():
+            block = self._claimed()
+            if block is None:
+                block = self._checked(self._configured) if self._configured else self._free_block()
+                self._write_claim(block)
+            elif self._configured and block != self._configured:
+                if self._entries(block):
+                    raise CorralError(
+                        "infra_error",
+                        f"subuid_range was changed while sandboxes of the range {block[0]}+{block[1]} are alive",
+                        hint="end them first",
+                    )
+                self._drop_claim(block)
+                block = self._checked(self._configured)
+                self._write_claim(block)
+        self._block = block
+        return block
+
+    def _checked(self, block: tuple[int, int]) -> tuple[int, int]:
+        first, count = block
+        if first < SIZE or count < SIZE or first + count > 1 << 32:
+            raise CorralError(
+                "invalid_value",
+                f"subuid_range {first}+{count} does not hold one range of {SIZE} ids above {SIZE - 1}",
+                hint="give FIRST:COUNT with FIRST >= 65536 and COUNT a multiple of 65536",
+            )
+        for other, text in self._claims().items():
+            if other[0] >= first + count or first >= other[0] + other[1]:
+                continue
+            if self._stale(other, text):
+                self._drop_claim(other)
+            else:
+                raise CorralError(
+                    "infra_error",
+                    f"subuid_range {first}+{count} overlaps the one of the installation at {text.get('state_dir')}",
+                    hint="give each installation a range of its own",
+                )
+        return block
+
+    def _free_block(self) -> tuple[int, int]:
+        floor = max([_FLOOR, *(end for path in ("/etc/subuid", "/etc/subgid") for end in _ends(path))])
+        first = -(-floor // SIZE) * SIZE
+        for block, text in sorted(self._claims().items()):
+            if first + _BLOCK <= block[0]:
+                break
+            if block[0] + block[1] <= first:
+                continue
+            if self._stale(block, text):
+                self._drop_claim(block)
+            else:
+                first = block[0] + block[1]
+        if first + _BLOCK > _CEILING:
+            raise CorralError("infra_error", "no free block of host user ids is left", hint="set subuid_range")
+        return first, _BLOCK
+
+    def _stale(self, block: tuple[int, int], claim: dict[str, str]) -> bool:
+        """A claim whose installation was deleted from disk, and none of whose ids runs anything."""
+        if os.path.lexists(claim.get("state_dir", "/")):
+            return False
+        return not processes_of(block[0], block[1])
+
+    def _claims(self) -> dict[tuple[int, int], dict[str, str]]:
+        found = {}
+        for name in _listdir(self._run):
+            first, plus, count = name.partition("+")
+            if plus and first.isdigit() and count.isdigit():
+                try:
+                    with open(f"{self._run}/{name}/owner", encoding="utf-8", errors="surrogateescape") as file:
+                        found[int(first), int(count)] = dict(json.load(file))
+                except (OSError, ValueError):
+                    found[int(first), int(count)] = {}
+        return found
+
+    def _claimed(self) -> tuple[int, int] | None:
+        for block, text in self._claims().items():
+            if text.get("installation") == self._installation:
+                return block
+        return None
+
+    def _write_claim(self, block: tuple[int, int]) -> None:
+        # The directory appears with its owner inside or not at all: a nameless block could never be reclaimed.
+        draft = f"{self._run}/.{os.getpid()}-{block[0]}"
+        _remove_claim(draft)
+        os.mkdir(draft, 0o755)
+        with open(f"{draft}/owner", "w", encoding="utf-8", errors="surrogateescape") as file:
+            json.dump({"installation": self._installation, "state_dir": self._state_dir}, file)
+        os.rename(draft, self._directory(block))
+
+    def _drop_claim(self, block: tuple[int, int]) -> None:
+        _remove_claim(self._directory(block))
+
+    def _directory(self, block: tuple[int, int]) -> str:
+        return f"{self._run}/{block[0]}+{block[1]}"
+
+    def _record(self, index: int) -> str:
+        assert self._block is not None
+        return f"{self._directory(self._block)}/{index}"
+
+    def _records(self) -> dict[str, int]:
+        assert self._block is not None
+        return self._entries(self._block)
+
+    def _entries(self, block: tuple[int, int]) -> dict[str, int]:
+        directory = self._directory(block)
+        found = {}
+        for name in _listdir(directory):
+            if name.isdigit():
+                try:
+                    found[os.readlink(f"{directory}/{name}")] = int(name)
+                except FileNotFoundError:  # released meanwhile
+                    continue
+        return found
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        fd = os.open(f"{self._run}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+
+def create(base: int, count: int = SIZE, owner_uid: int | None = None, *, two_entries: bool = False) -> int:
+    """A user namespace in which ids 0..count-1 are the host ids base..base+count-1; -> its descriptor (the caller closes it).
+
+    `two_entries` maps 0 and 1000 only. The namespace belongs to `owner_uid` (default: base), which bubblewrap's `--userns` needs.
+    Works from a process with threads: a child is executed with that uid, unshares, gets its maps from us, and ends.
+    """
+    owner = base if owner_uid is None else owner_uid
+    lines = f"0 {base} 1\n1000 {base + 1000} 1\n" if two_entries else f"0 {base} {count}\n"
+    with subprocess.Popen(
+        ["unshare", "--user", "--", "cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
+        cwd="/",
+        user=owner,
+        group=owner,
+        extra_groups=[],
+        bufsize=0,
+    ) as child:
+        assert child.stdin and child.stdout and child.stderr
+        # `cat` echoes only when `unshare` has left our namespace. It ends when its input does, so also when we die.
+        try:
+            child.stdin.write(b".")
+            echoed = child.stdout.read(1)
+        except BrokenPipeError:
+            echoed = b""
+        if echoed != b".":
+            why = child.stderr.read().decode("utf-8", "replace").strip()
+            raise OSError(errno.EPERM, f"user namespaces do not work here: {why}")
+        fd = os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for name in ("uid_map", "gid_map"):
+                table = os.open(f"/proc/{child.pid}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    os.write(table, lines.encode())
+                finally:
+                    os.close(table)
+        except BaseException:
+            os.close(fd)
+            raise
+    return fd
+
+
+def processes_of(base: int, count: int = SIZE) -> list[int]:
+    """Host pids of all processes that run with an id of the range, zombies left out: the host's own word on what is alive."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/status", "rb") as file:
+                text = file.read()
+        except OSError:
+            continue
+        if b"\nState:\tZ" in text or b"\nState:\tX" in text:
+            continue
+        _, _, rest = text.partition(b"\nUid:")
+        if any(base <= int(uid) < base + count for uid in rest.split(b"\n", 1)[0].split()):
+            found.append(int(name))
+    return found
+
+
+def _ends(path: str) -> Iterator[int]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                fields = line.strip().split(":")
+                if len(fields) == 3 and fields[1].isdigit() and fields[2].isdigit():
+                    yield int(fields[1]) + int(fields[2])
+    except OSError:
+        return
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []
+
+
+def _remove_claim(directory: str) -> None:
+    for name in _listdir(directory):
+        os.unlink(f"{directory}/{name}")
+    try:
+        os.rmdir(directory)
+    except FileNotFoundError:
+        pass
