@@ -1,0 +1,211 @@
+"""Black-box harness: `corral` as a person types it, as root and as an ordinary user, on every runtime that can run here."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ORDINARY_UID = 54321
+
+
+@dataclass
+class Box:
+    """One state directory and one way of calling the command line on one runtime."""
+
+    name: str
+    runtime: str
+    state: Path
+    prefix: list[str]
+    program: list[str]
+    env: dict[str, str]
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def command(self, *args: str) -> list[str]:
+        return [*self.prefix, *self.program, *args]
+
+    def __call__(
+        self, *args: str, input: bytes | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[bytes]:
+        stdin: Any = {"input": input} if input is not None else {"stdin": subprocess.DEVNULL}
+        return subprocess.run(self.command(*args), capture_output=True, timeout=timeout, env=self.env, cwd="/", **stdin)
+
+    def popen(self, *args: str, **options: Any) -> subprocess.Popen[bytes]:
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "start_new_session": True,
+        } | options
+        process = subprocess.Popen(self.command(*args), env=self.env, cwd="/", **options)
+        self.started.append(process)
+        return process
+
+    def document(self, *args: str, **options: Any) -> tuple[int, dict[str, Any]]:
+        done = self(*args, **options)
+        try:
+            return done.returncode, json.loads(done.stdout)
+        except ValueError:
+            raise AssertionError(f"not one JSON document: {done.stdout[:500]!r} {done.stderr[-2000:]!r}") from None
+
+    def run_json(self, *args: str, **options: Any) -> dict[str, Any]:
+        """`corral run --json` on this box's runtime -> the document."""
+        return self.document("run", "--json", "--runtime", self.runtime, *args, **options)[1]
+
+    def sandbox(self, *args: str) -> str:
+        done = self("sandbox", "create", "--runtime", self.runtime, *args)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode().strip()
+
+    def exec_json(self, sandbox: str, *args: str, options: tuple[str, ...] = (), **kw: Any) -> dict[str, Any]:
+        return self.document("exec", sandbox, "--json", *options, "--", *args, **kw)[1]
+
+
+def marked(marker: str) -> list[int]:
+    """Host pids whose command line holds `marker`: the host's own witness of what lives."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                line = Path(f"/proc/{entry}/cmdline").read_bytes()
+                state = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if marker.encode() in line and state != "Z":
+                found.append(int(entry))
+    return found
+
+
+def eventually(condition: Callable[[], Any], within: float = 20.0, what: str = "condition") -> Any:
+    """Poll until true; fails with `what` when the time is over."""
+    end = time.monotonic() + within
+    while True:
+        if value := condition():
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {within} s: {what}")
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def marker() -> str:
+    return "mark" + uuid.uuid4().hex
+
+
+def _once(directory: Path, make: Callable[[], None]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / ".made").exists():
+            make()
+            (directory / ".made").touch()
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that all workers of this test run share, reachable by every user."""
+    root = (
+        Path(tempfile.gettempdir())
+        / f"corral-test-{tmp_path_factory.getbasetemp().parent.name}-{os.getppid() if 'PYTEST_XDIST_WORKER' in os.environ else os.getpid()}"
+    )
+    root.mkdir(exist_ok=True)
+    root.chmod(0o755)
+    return root
+
+
+def _environment(state: Path, **more: str) -> dict[str, str]:
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "LANG": "C.UTF-8",
+        "CORRAL_STATE_DIR": str(state),
+        **more,
+    }
+
+
+def _root_box(state: Path, runtime: str) -> Box:
+    env = _environment(state, HOME=os.environ.get("HOME", "/root"))
+    return Box(f"{runtime}-root", runtime, state, [], [str(REPOSITORY / "corral")], env)
+
+
+def user_checkout(shared: Path) -> tuple[Path, list[str]]:
+    """A copy of the tracked files that the ordinary user may read -> (checkout, command prefix that becomes this user)."""
+    place = shared / "user"
+
+    def make() -> None:
+        files = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=True).stdout.split(
+            b"\0"
+        )
+        for name in map(os.fsdecode, filter(None, files)):
+            if (REPOSITORY / name).is_file():
+                target = place / "checkout" / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(REPOSITORY / name, target)
+        home = place / "home"
+        home.mkdir(exist_ok=True)
+        home.chmod(0o700)
+        os.chown(home, ORDINARY_UID, ORDINARY_UID)
+
+    _once(place, make)
+    prefix = ["setpriv", "--reuid", str(ORDINARY_UID), "--regid", str(ORDINARY_UID), "--clear-groups"]
+    return place / "checkout", prefix
+
+
+def _user_box(state: Path, shared: Path) -> Box:
+    if os.geteuid() != 0:
+        box = _root_box(state, "bubblewrap")
+        box.name = "bubblewrap-user"
+        return box
+    checkout, prefix = user_checkout(shared)
+    home = shared / "user" / "home"
+    state.mkdir(parents=True, exist_ok=True)
+    os.chown(state, ORDINARY_UID, ORDINARY_UID)
+    keep = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "UV_", "SSL_"))}
+    env = _environment(state, HOME=str(home), XDG_CACHE_HOME=str(home / ".cache"), **keep)
+    box = Box("bubblewrap-user", "bubblewrap", state, prefix, [str(checkout / "corral")], env)
+
+    def set_up() -> None:
+        subprocess.run(box.command("--version"), env=env, cwd="/", check=True, capture_output=True, timeout=600)
+
+    _once(shared / "user-venv", set_up)
+    return box
+
+
+MODES = ("bubblewrap-root", "bubblewrap-user", "crun-root") if os.geteuid() == 0 else ("bubblewrap-user",)
+
+
+@pytest.fixture(scope="session", params=MODES)
+def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
+    """Parametrised over runtime and user; one state directory per worker and mode, searched for leftovers at the end."""
+    mode = request.param
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    state = shared / f"s-{mode}-{worker}"
+    box = _user_box(state, shared) if mode == "bubblewrap-user" else _root_box(state, mode.partition("-")[0])
+    made = box("run", "--runtime", box.runtime, "-c", "print(1)", timeout=600)
+    assert (made.returncode, made.stdout) == (0, b"1\n"), made.stderr
+    yield box
+    for process in box.started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    listed = box.document("sandbox", "ls", "--json")[1]["items"]
+    live = [item["id"] for item in listed if item["state"] != "terminated"]
+    if live:
+        box("sandbox", "rm", *live)
+    gone = box("gc")
+    assert gone.returncode == 0, gone.stderr
+    assert box.document("doctor", "--json")[1]["leftovers"] == []
+    assert not marked(str(state)), "a process of this state directory lives on"
+    assert str(state) not in Path("/proc/self/mountinfo").read_text()
+    shutil.rmtree(state, ignore_errors=True)

@@ -1,0 +1,99 @@
+"""K01: a time-out (or a cancel, or a client that is gone) ends the whole tree; the witness is the host."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from .conftest import Box, eventually, marked
+
+WRITERS = r"""
+import os, signal, subprocess, sys, time
+mark = sys.argv[1]
+print("start", flush=True)
+loop = "import time, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True:\n open('beat', 'a').write('x'); time.sleep(0.02)"
+subprocess.Popen([sys.executable, "-c", loop, mark])
+subprocess.Popen(["setsid", "nohup", sys.executable, "-c", loop, mark], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, "-c", loop, mark])
+    os._exit(0)
+subprocess.Popen(["sleep", "60", ]).wait()
+"""
+
+
+def beat(box: Box, sandbox: str) -> int:
+    doc = box.exec_json(sandbox, "stat", "-c", "%s", "beat")
+    return int(doc["result"]["stdout"]["text"])
+
+
+def test_a_timeout_ends_every_process_of_the_tree(box: Box, marker: str) -> None:
+    sandbox = box.sandbox()
+    began = time.monotonic()
+    doc = box.exec_json(sandbox, "python3", "-c", WRITERS, marker, options=("--timeout", "2"))
+    took = time.monotonic() - began
+    result = doc["result"]
+    assert result["reason"] == "timeout", result
+    assert result["started"] is True
+    assert result["stdout"]["text"] == "start\n"
+    assert "2" in result["hint"]
+    assert result["limits"]["wall"]["hit"] is True
+    assert 2000 <= result["timings"]["running_ms"] <= 5500
+    assert took < 15
+    assert marked(marker) == []
+    first = beat(box, sandbox)
+    time.sleep(1)
+    assert beat(box, sandbox) == first > 0
+    listing = box.exec_json(sandbox, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")["result"]["stdout"]["text"]
+    assert marker not in listing
+    ok = box.exec_json(sandbox, "echo", "ok")["result"]
+    assert (ok["exit_code"], ok["stdout"]["text"]) == (0, "ok\n")
+    assert box("sandbox", "rm", sandbox).returncode == 0
+
+
+def test_the_command_line_says_124_on_timeout_and_prints_what_came(box: Box, marker: str) -> None:
+    done = box("run", "--runtime", box.runtime, "--timeout", "1", "-c", WRITERS, marker)
+    assert (done.returncode, done.stdout) == (124, b"start\n"), done.stderr
+    assert b"timeout" in done.stderr
+    assert marked(marker) == []
+
+
+def test_a_cancel_ends_every_process_of_the_tree(box: Box, marker: str) -> None:
+    process = box.popen("run", "--json", "--runtime", box.runtime, "-c", WRITERS, marker)
+    eventually(lambda: len(marked(marker)) >= 4, 60, "all four processes are there")
+
+    def the_run() -> str | None:
+        items = box.document("runs", "--json")[1]["items"]
+        open_ones = [item["id"] for item in items if item["state"] == "running"]
+        return open_ones[0] if open_ones else None
+
+    run_id = eventually(the_run, 30, "the run is listed as running")
+    assert box("cancel", run_id).returncode == 0
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 137, err
+    assert b'"cancelled"' in out
+    assert marked(marker) == []
+
+
+@pytest.mark.parametrize(("sig", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_command_line_cancels_and_leaves_nothing(
+    box: Box, marker: str, sig: signal.Signals, status: int
+) -> None:
+    process = box.popen("run", "--runtime", box.runtime, "-c", WRITERS, marker)
+    eventually(lambda: len(marked(marker)) >= 4, 60, "all four processes are there")
+    process.send_signal(sig)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == status, err
+    assert out == b"start\n"
+    assert [pid for pid in marked(marker) if pid != process.pid] == []
+
+
+def test_a_client_that_is_killed_leaves_nothing_behind(box: Box, marker: str) -> None:
+    process = box.popen("run", "--runtime", box.runtime, "--timeout", "50", "-c", WRITERS, marker)
+    eventually(lambda: len(marked(marker)) >= 4, 60, "all four processes are there")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    box("gc")
+    eventually(lambda: box("gc") and not marked(marker), 60, "the killed client's processes are gone")

@@ -1,0 +1,64 @@
+"""K07: a fork bomb is held by the pids limit, is reported as what it was, and harms no neighbour."""
+
+import os
+import threading
+import time
+
+from .conftest import Box, eventually
+
+BOMB = "f(){ f|f& };f; sleep 3"
+
+
+def processes() -> int:
+    return sum(entry.isdigit() for entry in os.listdir("/proc"))
+
+
+def test_a_fork_bomb_is_held_while_a_neighbour_stays_fast(box: Box) -> None:
+    bomber, neighbour = box.sandbox("--pids", "64"), box.sandbox()
+    base = processes()
+    times: list[float] = []
+    failures: list[object] = []
+    over = threading.Event()
+
+    def small_execs() -> None:
+        while not over.is_set():
+            doc = box.exec_json(neighbour, "true")
+            if doc.get("result", {}).get("reason") != "ok":
+                failures.append(doc)
+            else:
+                times.append(doc["result"]["timings"]["total_ms"])
+            over.wait(0.2)
+
+    thread = threading.Thread(target=small_execs)
+    thread.start()
+    began = time.monotonic()
+    doc = box.exec_json(bomber, "bash", "-c", BOMB, options=("--timeout", "5"))
+    took = time.monotonic() - began
+    over.set()
+    thread.join()
+    result = doc["result"]
+    assert took < 20
+    assert result["timings"]["running_ms"] < 12000
+    hits = result["usage"]["pids_limit_hits"]
+    mode = result["limits"]["pids"]["mode"]
+    if mode == "enforced":
+        assert hits > 0
+        assert result["limits"]["pids"]["hit"] is True
+    assert result["reason"] in ("timeout", "pids_limit", "ok", "nonzero_exit")
+    if result["reason"] == "ok" and mode == "enforced":
+        assert result["hint"]
+    assert failures == []
+    assert times and sorted(times)[int(len(times) * 0.95)] < 1000
+    assert box("sandbox", "rm", bomber).returncode == 0
+    eventually(lambda: processes() <= base + 5, 20, "the host's process count is back")
+    assert box("sandbox", "rm", neighbour).returncode == 0
+
+
+def test_many_short_children_leave_no_zombies(box: Box) -> None:
+    sandbox = box.sandbox()
+    doc = box.exec_json(sandbox, "bash", "-c", "for i in $(seq 300); do (sleep .05 &); done; sleep 0.5")
+    assert doc["result"]["exit_code"] in (0, 1, 254), doc["result"]
+    zombies = box.exec_json(sandbox, "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | grep -c ') Z ' || true")
+    assert int(zombies["result"]["stdout"]["text"]) < 5
+    assert box.exec_json(sandbox, "echo", "ok")["result"]["stdout"]["text"] == "ok\n"
+    assert box("sandbox", "rm", sandbox).returncode == 0
