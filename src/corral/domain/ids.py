@@ -29,7 +29,11 @@ def is_id(text: str, prefix: str) -> bool:
     """True when `text` is what `new_id(prefix, ...)` may have made: nothing else may become a path or a query."""
     head, underscore, tail = text.partition("_")
     return (
-        bool(underscore) and head == prefix and len(tail) == _LENGTH and tail[0] <= "7" and all(c in ALPHABET for c in tail)
+        bool(underscore)
+        and head == prefix
+        and len(tail) == _LENGTH
+        and tail[0] <= "7"
+        and all(c in ALPHABET for c in tail)
     )
 
 

@@ -43,7 +43,9 @@ def _size_help(text: str) -> str:
         return f"{shown(text)} is not a size; write {other[1]}{other[2].upper()} (K, M and G are binary)"
     if fraction := _FRACTION.fullmatch(text):
         smaller = {"K": ("", 1024), "M": ("K", 1024), "G": ("M", 1024)}[fraction[2].upper()]
-        return f"{shown(text)} is not a size; write whole numbers, such as {round(float(fraction[1]) * 1024)}{smaller[0]}"
+        return (
+            f"{shown(text)} is not a size; write whole numbers, such as {round(float(fraction[1]) * 1024)}{smaller[0]}"
+        )
     return f"{shown(text)} is not a size; write an integer with optional K, M or G, such as 512M"
 
 
@@ -91,7 +93,9 @@ def shown(value: object, limit: int = 60) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, int):
-        if abs(value) >= 10**30:  # printing a huge integer costs more than reading it, and Python refuses past 4300 digits
+        if (
+            abs(value) >= 10**30
+        ):  # printing a huge integer costs more than reading it, and Python refuses past 4300 digits
             return "a number of more than 30 digits"
         return str(value)
     if isinstance(value, dict):

@@ -7,7 +7,39 @@ version cannot honour, named), `unknown_language`, `too_large`. Unknown members 
 
 from __future__ import annotations
 
+import base64
+import binascii
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from corral.domain.limits import KIB, MIB
+from corral.domain.quantities import format_bytes, parse_seconds, parse_size, shown
+from corral.domain.runner import LANGUAGES, language_by_extension, language_by_first_line
+from corral.errors import CorralError
+
+MAX_CODE = MIB
+MIN_MEMORY = 16 * MIB
+"""Below this the program inside that serves a sandbox does not start."""
+MAX_PIDS = 4_194_304
+MAX_WORD = 128 * KIB - 1
+"""The kernel's own limit for one argument or environment entry."""
+MAX_WORDS = MIB
+MAX_FILES = 10_000
+MAX_PATH = 4095
+MAX_NAME = 255
+ISOLATIONS = ("standard", "strong")
+DEFAULT_OUTPUTS = ("/workspace/out/**",)
+DEFAULT_PTY = (24, 80)
+
+
+@dataclass(frozen=True)
+class HostCaps:
+    """What the host has: no wish can be larger."""
+
+    memory_bytes: int
+    cpus: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +95,7 @@ class RunRequest:
     env: dict[str, str] = field(default_factory=dict)
     cwd: str | None = None
     user: str = "sandbox"
-    outputs: tuple[str, ...] = ("/workspace/out/**",)
+    outputs: tuple[str, ...] = DEFAULT_OUTPUTS
     wishes: ResourceWishes = field(default_factory=ResourceWishes)
     placement: Placement = field(default_factory=Placement)
     keep: bool = False
@@ -99,4 +131,653 @@ class ExecRequest:
     output_kill_bytes: int | None = None
     outputs: tuple[str, ...] = ()
     pty: tuple[int, int] | None = None
+    """(rows, columns) of a terminal, or None."""
     attached: bool = False
+    stdin_open: bool = False
+    """More input comes later by `POST .../stdin`; else end of file follows `stdin`."""
+    wait_s: float | None = None
+    """How long the caller wants to wait for the result; None = not said."""
+
+
+# -- the JSON documents --------------------------------------------------------------------------------------------------------
+
+_RESOURCES = ("memory", "cpu", "pids", "disk", "tmp", "output_limit", "output_kill")
+_LATER = (
+    "dependencies",
+    "dep",
+    "secrets",
+    "task",
+    "project",
+    "skills",
+    "contention",
+    "retry",
+    "yield_after_s",
+    "expected_s",
+)
+_PLACE = ("runtime", "template", "isolation", "network", "session")
+_EXECUTION = ("code", "language", "shell", "args", "stdin", "stdin_base64", "env", "cwd", "user", "outputs", "attached")
+_RUN = frozenset(
+    (*_RESOURCES, *_LATER, *_PLACE, *_EXECUTION)
+    + ("command", "code_path", "files", "resources", "keep", "ttl_s", "ttl", "timeout_s", "timeout", "pty")
+)
+_SANDBOX = frozenset((*_RESOURCES, *_LATER, *_PLACE, "files", "resources", "ttl_s", "ttl", "timeout_s", "timeout"))
+_EXEC = frozenset(
+    (*_LATER, *_EXECUTION)
+    + ("argv", "command", "timeout_s", "timeout", "output_limit", "output_kill", "pty", "wait", "stdin_open")
+)
+
+
+def parse_run(doc: Any, host: HostCaps) -> RunRequest:
+    """`POST /v1/runs`: see the module docstring."""
+    fields = _Fields(doc, _RUN)
+    fields.refuse_later(*_LATER, "pty")
+    shape = fields.program(("code", "command", "shell"))
+    code_path = fields.relative_path("code_path")
+    if code_path is not None and shape != "code":
+        fields.fail("code_path", "code_path goes with code")
+    code = fields.code() if shape == "code" else None
+    return RunRequest(
+        code=code,
+        language=fields.language(code, code_path),
+        command=fields.argv("command", with_args=True) if shape == "command" else None,
+        shell=fields.word("shell") if shape == "shell" else None,
+        code_path=code_path,
+        args=fields.args(shape),
+        files=fields.files(),
+        stdin=fields.stdin(),
+        env=fields.env(),
+        cwd=fields.cwd(),
+        user=fields.user(),
+        outputs=fields.outputs(DEFAULT_OUTPUTS),
+        wishes=fields.wishes(host),
+        placement=fields.placement(),
+        keep=fields.flag("keep"),
+        ttl_s=fields.seconds("ttl_s", "ttl"),
+        attached=fields.flag("attached"),
+    )
+
+
+def parse_sandbox(doc: Any, host: HostCaps) -> SandboxRequest:
+    """`POST /v1/sandboxes`. `timeout_s` and the output limits are the defaults of its execs."""
+    fields = _Fields(doc, _SANDBOX)
+    fields.refuse_later(*_LATER)
+    return SandboxRequest(
+        files=fields.files(),
+        wishes=fields.wishes(host),
+        placement=fields.placement(),
+        ttl_s=fields.seconds("ttl_s", "ttl"),
+    )
+
+
+def parse_exec(doc: Any, host: HostCaps) -> ExecRequest:
+    """`POST /v1/sandboxes/{id}/execs`; `command` is another word for `argv`. What belongs to the sandbox cannot be wished here."""
+    fields = _Fields(
+        doc,
+        _EXEC,
+        elsewhere={
+            name: "is set when the sandbox is made" for name in ("memory", "cpu", "pids", "disk", "tmp", *_PLACE)
+        },
+    )
+    fields.refuse_later(*_LATER)
+    shape = fields.program(("argv", "command", "shell", "code"))
+    code = fields.code() if shape == "code" else None
+    wishes = fields.wishes(host)
+    return ExecRequest(
+        argv=fields.argv(shape, with_args=True) if shape in ("argv", "command") else None,
+        shell=fields.word("shell") if shape == "shell" else None,
+        code=code,
+        language=fields.language(code, None),
+        args=fields.args(shape),
+        stdin=fields.stdin(),
+        env=fields.env(),
+        cwd=fields.cwd(),
+        user=fields.user(),
+        timeout_s=wishes.timeout_s,
+        output_bytes=wishes.output_bytes,
+        output_kill_bytes=wishes.output_kill_bytes,
+        outputs=fields.outputs(()),
+        pty=fields.pty(),
+        attached=fields.flag("attached"),
+        stdin_open=fields.flag("stdin_open"),
+        wait_s=fields.wait(),
+    )
+
+
+def language_of(file_name: str, first_bytes: bytes) -> str:
+    """The language of a FILE: by its extension, else by its `#!` line, else `unknown_language`."""
+    language = language_by_extension(file_name) or language_by_first_line(first_bytes)
+    if language is None:
+        raise CorralError(
+            "unknown_language",
+            f"the language of {shown(file_name)} cannot be told from its extension or its #! line",
+            hint=f"say --language (field language): {', '.join(LANGUAGES)}",
+            field="/language",
+        )
+    return language
+
+
+def pointer(*parts: str | int) -> str:
+    """The JSON pointer (RFC 6901) of a path of members and indexes, fit to be sent as text."""
+    escaped = (str(part).replace("~", "~0").replace("/", "~1") for part in parts)
+    return "".join(f"/{part[:200]}" for part in escaped).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant, or None."""
+    import difflib  # only wanted for errors; start-up does without it
+
+    plain = word.replace("-", "_").lower()[:64]
+    names = sorted(known)
+    return plain if plain in names else next(iter(difflib.get_close_matches(plain, names, n=1, cutoff=0.6)), None)
+
+
+def _invalid(at: str, detail: str, hint: str | None = None) -> NoReturn:
+    raise CorralError("invalid_value", detail, hint=hint, field=at)
+
+
+def _empty(value: Any) -> bool:
+    """True for null and for what holds nothing: a field of a later version may be present like that."""
+    if isinstance(value, dict):
+        return all(item is None or item == [] or item == {} or item == "" for item in value.values())
+    return value is None or value is False or value == "" or value == []
+
+
+def _encoded(text: str, at: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        _invalid(at, "the text holds half of a surrogate pair", "send valid Unicode; bytes go as base64")
+
+
+def _bytes_of(value: Any, at: str) -> bytes:
+    if not isinstance(value, str):
+        _invalid(at, f"base64 is text, not {shown(value)}")
+    try:
+        return base64.b64decode(value.encode("ascii"), validate=True)
+    except (binascii.Error, ValueError):
+        _invalid(at, "not valid base64", "use the standard alphabet with padding and without line breaks")
+
+
+def _path(value: Any, at: str) -> str:
+    """A relative path under /workspace, normalised: no empty or `.` parts left."""
+    if not isinstance(value, str):
+        _invalid(at, f"a path is text, not {shown(value)}")
+    size = len(_encoded(value, at))
+    if "\0" in value:
+        _invalid(at, "a path cannot hold a NUL character")
+    if value.startswith("/"):
+        inner = value.removeprefix("/workspace/")
+        hint = f"write {shown(inner)}" if inner != value else "only files under /workspace can be put"
+        _invalid(at, f"{shown(value)} is absolute; paths are relative to /workspace", hint)
+    parts = value.split("/")
+    if ".." in parts:
+        _invalid(at, f"{shown(value)} holds '..'; paths cannot leave /workspace")
+    kept = [part for part in parts if part not in ("", ".")]
+    if not kept or parts[-1] in ("", "."):
+        _invalid(at, f"{shown(value)} names no file")
+    if size > MAX_PATH or any(len(part.encode("utf-8", "surrogateescape")) > MAX_NAME for part in kept):
+        _invalid(at, f"a path has at most {MAX_PATH} bytes and each of its parts at most {MAX_NAME}")
+    return "/".join(kept)
+
+
+class _Fields:
+    """One JSON object, read member by member; every method answers a checked value or raises with the member's pointer."""
+
+    def __init__(self, doc: Any, known: frozenset[str], elsewhere: Mapping[str, str] | None = None) -> None:
+        if not isinstance(doc, dict):
+            _invalid("", f"the request must be a JSON object, not {shown(doc)}")
+        self.doc: dict[str, Any] = doc
+        for name in doc:
+            if name in known:
+                continue
+            why = (elsewhere or {}).get(name)
+            if why is not None:
+                if doc[name] is None:
+                    continue
+                self.fail(name, f"{name} {why}")
+            guess = nearest(str(name), known)
+            self.fail(
+                name,
+                f"there is no field {shown(name)}",
+                f"did you mean {guess}?" if guess else f"known fields: {', '.join(sorted(known - frozenset(_LATER)))}",
+            )
+
+    def fail(self, name: str | int, detail: str, hint: str | None = None) -> NoReturn:
+        _invalid(pointer(name), detail, hint)
+
+    def refuse_later(self, *names: str) -> None:
+        """Fields that a later version brings: nothing may be accepted and ignored."""
+        for name in names:
+            if not _empty(self.doc.get(name)):
+                self.not_yet(name)
+
+    def not_yet(self, name: str, detail: str | None = None) -> NoReturn:
+        raise CorralError(
+            "not_supported_yet",
+            detail or f"this version cannot honour {name}",
+            hint=f"leave {name} out",
+            field=pointer(name),
+        )
+
+    # -- what to run -----------------------------------------------------------------------------------------------------------
+    def program(self, names: tuple[str, ...]) -> str:
+        """The one of `names` that is given."""
+        given = [name for name in names if self.doc.get(name) is not None]
+        if not given:
+            _invalid("", f"nothing to run: give exactly one of {', '.join(names)}")
+        if len(given) > 1:
+            self.fail(
+                given[1], f"{given[0]} and {given[1]} exclude each other", f"give exactly one of {', '.join(names)}"
+            )
+        return given[0]
+
+    def code(self) -> str:
+        value = self.doc["code"]
+        if not isinstance(value, str):
+            self.fail("code", f"code is text, not {shown(value)}")
+        size = len(_encoded(value, "/code"))
+        if size > MAX_CODE:
+            raise CorralError(
+                "too_large",
+                f"code has {size} bytes; at most {MAX_CODE} are allowed",
+                hint="send the bulk as files, or put it there by the file API",
+                field="/code",
+            )
+        return value
+
+    def language(self, code: str | None, code_path: str | None) -> str | None:
+        value = self.doc.get("language")
+        if code is None:
+            if value is not None:
+                self.fail("language", "language goes with code", "a command names its own program")
+            return None
+        if value is None:
+            if code_path is not None:
+                return language_of(code_path, code[:512].encode("utf-8", "surrogateescape"))
+            self.fail("language", "code needs language", f"one of {', '.join(LANGUAGES)}")
+        if not isinstance(value, str):
+            self.fail("language", f"language is text, not {shown(value)}")
+        if value not in LANGUAGES:
+            guess = nearest(value, LANGUAGES)
+            raise CorralError(
+                "unknown_language",
+                f"there is no language {shown(value)}",
+                hint=f"did you mean {guess}?" if guess else f"one of {', '.join(LANGUAGES)}",
+                field="/language",
+            )
+        return value
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of arguments as the kernel takes them."""
+        value = self.doc.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            hint = "for a command line use shell" if isinstance(value, str) else None
+            self.fail(name, f"{name} is a list of text, not {shown(value)}", hint)
+        total = 0
+        for index, word in enumerate(value):
+            total += self._word(word, pointer(name, index)) + 1
+        if total > MAX_WORDS:
+            self.fail(name, f"{name} has {total} bytes; at most {MAX_WORDS} are allowed", "pass data by stdin or files")
+        return tuple(value)
+
+    def _word(self, word: Any, at: str) -> int:
+        if not isinstance(word, str):
+            _invalid(
+                at, f"an argument is text, not {shown(word)}", "write numbers as text" if _is_number(word) else None
+            )
+        if "\0" in word:
+            _invalid(at, "an argument cannot hold a NUL character")
+        size = len(_encoded(word, at))
+        if size > MAX_WORD:
+            _invalid(at, f"an argument has {size} bytes; the kernel takes {MAX_WORD}", "pass data by stdin or files")
+        return size
+
+    def argv(self, name: str, *, with_args: bool) -> tuple[str, ...]:
+        argv = self.words(name)
+        if not argv or not argv[0]:
+            self.fail(name, f"{name} must name a program")
+        return argv + (self.words("args") if with_args else ())
+
+    def args(self, shape: str) -> tuple[str, ...]:
+        """`args` of code; those of a command were appended to it."""
+        if shape == "shell":
+            if self.words("args"):
+                self.fail("args", "args do not go with shell", "put them into the shell text, or use command")
+            return ()
+        return self.words("args") if shape == "code" else ()
+
+    def word(self, name: str) -> str:
+        value = self.doc[name]
+        self._word(value, pointer(name))
+        if not value:
+            self.fail(name, f"{name} is empty")
+        return str(value)
+
+    # -- its surroundings ------------------------------------------------------------------------------------------------------
+    def stdin(self) -> bytes | None:
+        text, encoded = self.doc.get("stdin"), self.doc.get("stdin_base64")
+        if text is not None and encoded is not None:
+            self.fail("stdin_base64", "stdin and stdin_base64 exclude each other")
+        if encoded is not None:
+            return _bytes_of(encoded, "/stdin_base64")
+        if text is None:
+            return None
+        if not isinstance(text, str):
+            self.fail("stdin", f"stdin is text, not {shown(text)}", "bytes go as stdin_base64")
+        return _encoded(text, "/stdin")
+
+    def env(self) -> dict[str, str]:
+        value = self.doc.get("env")
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            self.fail("env", f"env is an object of text, not {shown(value)}")
+        total = 0
+        for name, content in value.items():
+            at = pointer("env", name)
+            if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+                _invalid(at, f"{shown(name)} is no name of an environment variable")
+            if not isinstance(content, str):
+                _invalid(at, f"the value of {shown(name)} is text, not {shown(content)}")
+            if "\0" in content:
+                _invalid(at, f"the value of {shown(name)} cannot hold a NUL character")
+            size = len(_encoded(name, at)) + len(_encoded(content, at)) + 2
+            if size > MAX_WORD:
+                _invalid(at, f"the variable {shown(name)} has {size} bytes; the kernel takes {MAX_WORD}", "use a file")
+            total += size
+        if total > MAX_WORDS:
+            self.fail("env", f"env has {total} bytes; at most {MAX_WORDS} are allowed", "use files")
+        return dict(value)
+
+    def cwd(self) -> str | None:
+        value = self.doc.get("cwd")
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            self.fail("cwd", f"cwd is text, not {shown(value)}")
+        size = len(_encoded(value, "/cwd"))
+        if "\0" in value:
+            self.fail("cwd", "a path cannot hold a NUL character")
+        if not value.startswith("/"):
+            self.fail(
+                "cwd", f"cwd must be absolute, not {shown(value)}", f"for example /workspace/{value[:60]}".rstrip("/")
+            )
+        if size > MAX_PATH:
+            self.fail("cwd", f"a path has at most {MAX_PATH} bytes")
+        return value
+
+    def user(self) -> str:
+        value = self.doc.get("user")
+        if value is None:
+            return "sandbox"
+        if value not in ("sandbox", "root"):
+            self.fail("user", f"there is no user {shown(value)}", "sandbox, or root where the template allows it")
+        return str(value)
+
+    def files(self) -> tuple[FileIn, ...]:
+        value = self.doc.get("files")
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            self.fail(
+                "files", f"files is a list of objects, not {shown(value)}", 'like [{"path": "a.txt", "content": "…"}]'
+            )
+        if len(value) > MAX_FILES:
+            self.fail(
+                "files", f"there are {len(value)} files; at most {MAX_FILES} go inline", "send a tar by the file API"
+            )
+        seen: dict[str, FileIn] = {}
+        for index, item in enumerate(value):
+            made = self._file(item, index)
+            if made.path in seen:
+                _invalid(pointer("files", index, "path"), f"{shown(made.path)} is given twice")
+            seen[made.path] = made
+        for index, path in enumerate(seen):
+            parts = path.split("/")
+            for cut in range(1, len(parts)):
+                if "/".join(parts[:cut]) in seen:
+                    _invalid(
+                        pointer("files", index, "path"),
+                        f"{shown(path)} lies below {shown('/'.join(parts[:cut]))}, which is a file",
+                    )
+        return tuple(seen.values())
+
+    def _file(self, item: Any, index: int) -> FileIn:
+        at = pointer("files", index)
+        if not isinstance(item, dict):
+            _invalid(at, f"a file is an object, not {shown(item)}", 'like {"path": "a.txt", "content": "…"}')
+        known = ("path", "content", "base64", "mode")
+        for name in item:
+            if name not in known:
+                guess = nearest(str(name), known)
+                hint = f"did you mean {guess}?" if guess else f"known: {', '.join(known)}"
+                _invalid(pointer("files", index, name), f"a file has no field {shown(name)}", hint)
+        path = _path(item.get("path"), f"{at}/path")
+        text, encoded = item.get("content"), item.get("base64")
+        if (text is None) == (encoded is None):
+            _invalid(at, f"the file {shown(path)} needs exactly one of content and base64")
+        if encoded is not None:
+            content = _bytes_of(encoded, f"{at}/base64")
+        elif isinstance(text, str):
+            content = _encoded(text, f"{at}/content")
+        else:
+            _invalid(f"{at}/content", f"content is text, not {shown(text)}", "bytes go as base64")
+        return FileIn(path, content, _file_mode(item.get("mode"), f"{at}/mode"))
+
+    def outputs(self, default: tuple[str, ...]) -> tuple[str, ...]:
+        value = self.doc.get("outputs")
+        if value is None:
+            return default
+        patterns = [value] if isinstance(value, str) else value
+        if not isinstance(patterns, list):
+            self.fail("outputs", f"outputs is a list of patterns, not {shown(value)}")
+        if len(patterns) > 100:
+            self.fail("outputs", "at most 100 patterns are allowed")
+        kept: list[str] = []
+        for index, pattern in enumerate(patterns):
+            at = pointer("outputs") if isinstance(value, str) else pointer("outputs", index)
+            if not isinstance(pattern, str) or not pattern:
+                _invalid(at, f"a pattern is text, not {shown(pattern)}", "like /workspace/out/**")
+            size = len(_encoded(pattern, at))
+            if "\0" in pattern or size > MAX_PATH:
+                _invalid(at, f"a pattern has at most {MAX_PATH} bytes and no NUL character")
+            if ".." in pattern.split("/"):
+                _invalid(at, f"{shown(pattern)} holds '..'; patterns cannot leave /workspace")
+            full = pattern if pattern.startswith("/") else f"/workspace/{pattern.removeprefix('./')}"
+            if full != "/workspace" and not full.startswith("/workspace/"):
+                _invalid(at, f"{shown(pattern)} is not under /workspace", "artifacts are taken from /workspace only")
+            kept.append(full)
+        return tuple(dict.fromkeys(kept))
+
+    def pty(self) -> tuple[int, int] | None:
+        value = self.doc.get("pty")
+        if value is None or value is False:
+            return None
+        if value is True:
+            return DEFAULT_PTY
+        if isinstance(value, dict):
+            for name in value:
+                if name not in ("rows", "cols"):
+                    _invalid(pointer("pty", name), f"a terminal has no field {shown(name)}", "rows and cols")
+            pair = [value.get("rows", DEFAULT_PTY[0]), value.get("cols", DEFAULT_PTY[1])]
+        elif isinstance(value, list) and len(value) == 2:
+            pair = value
+        else:
+            self.fail("pty", f'pty is true, [rows, cols] or {{"rows", "cols"}}, not {shown(value)}')
+        for number in pair:
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 65535:
+                self.fail("pty", f"rows and columns are integers from 1 to 65535, not {shown(number)}")
+        return pair[0], pair[1]
+
+    def wait(self) -> float | None:
+        value = self.doc.get("wait")
+        if value is None or value is True:
+            return None
+        if value is False:
+            return 0.0
+        return self._seconds(value, "/wait", zero=True)
+
+    def flag(self, name: str) -> bool:
+        value = self.doc.get(name)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            self.fail(name, f"{name} is true or false, not {shown(value)}")
+        return value
+
+    def relative_path(self, name: str) -> str | None:
+        value = self.doc.get(name)
+        return None if value is None else _path(value, pointer(name))
+
+    # -- sizes and places ------------------------------------------------------------------------------------------------------
+    def wishes(self, host: HostCaps) -> ResourceWishes:
+        """The resources, from `resources` and from the same words at top level."""
+        given: dict[str, tuple[Any, str]] = {}
+        inner = self.doc.get("resources")
+        if inner is not None:
+            if not isinstance(inner, dict):
+                self.fail("resources", f"resources is an object, not {shown(inner)}")
+            for name, value in inner.items():
+                at = pointer("resources", name)
+                if name not in _RESOURCES:
+                    guess = nearest(str(name), _RESOURCES)
+                    hint = f"did you mean {guess}?" if guess else f"known: {', '.join(_RESOURCES)}"
+                    _invalid(at, f"there is no resource {shown(name)}", hint)
+                if value is not None:
+                    given[name] = (value, at)
+        for name in _RESOURCES:
+            value = self.doc.get(name)
+            if value is None:
+                continue
+            if name in given and given[name][0] != value:
+                self.fail(name, f"{name} is given twice, with different values", f"leave out /resources/{name}")
+            given[name] = (value, pointer(name))
+
+        def size(name: str, least: int = 1) -> int | None:
+            return _size(name, *given[name], least) if name in given else None
+
+        memory = size("memory", MIN_MEMORY)
+        if memory is not None and memory > host.memory_bytes:
+            _invalid(
+                given["memory"][1],
+                f"memory of {format_bytes(memory)} exceeds this host, which has {format_bytes(host.memory_bytes)}",
+                f"ask for at most {host.memory_bytes // MIB}M",
+            )
+        kept, kill = size("output_limit"), size("output_kill")
+        if kept is not None and kill is not None and kill < kept:
+            _invalid(given["output_kill"][1], "output_kill must not be below output_limit")
+        return ResourceWishes(
+            memory_bytes=memory,
+            cpu=_cores(*given["cpu"], host) if "cpu" in given else None,
+            pids=_count(*given["pids"]) if "pids" in given else None,
+            disk_bytes=size("disk"),
+            tmp_bytes=size("tmp"),
+            output_bytes=kept,
+            output_kill_bytes=kill,
+            timeout_s=self.seconds("timeout_s", "timeout"),
+        )
+
+    def seconds(self, name: str, alias: str) -> float | None:
+        """A time that is not zero, under one of two words."""
+        value, other = self.doc.get(name), self.doc.get(alias)
+        if value is not None and other is not None and value != other:
+            self.fail(alias, f"{name} and {alias} are the same field with different values", f"leave {alias} out")
+        at = pointer(name if value is not None else alias)
+        value = other if value is None else value
+        return None if value is None else self._seconds(value, at)
+
+    @staticmethod
+    def _seconds(value: Any, at: str, *, zero: bool = False) -> float:
+        if isinstance(value, str):
+            _invalid(at, f"a time is a number of seconds, not {shown(value)}", "write it without quotes")
+        try:
+            seconds = parse_seconds(value)
+        except ValueError as error:
+            _invalid(at, str(error))
+        if seconds == 0 and not zero:
+            _invalid(at, "a time must be greater than 0")
+        return seconds
+
+    def placement(self) -> Placement:
+        isolation = self._name("isolation")
+        if isolation is not None and isolation not in ISOLATIONS:
+            self.fail("isolation", f"there is no isolation {shown(isolation)}", " or ".join(ISOLATIONS))
+        network = self.doc.get("network")
+        if not _empty(network) and network != "none":
+            self.not_yet("network", "this version gives no network to a sandbox")
+        self.refuse_later("session")
+        return Placement(runtime=self._name("runtime"), template=self._name("template"), isolation=isolation)
+
+    def _name(self, name: str) -> str | None:
+        value = self.doc.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            self.fail(name, f"{name} is text, not {shown(value)}")
+        plain = value.replace("-", "").replace("_", "").replace(".", "")
+        if not (plain.isascii() and plain.isalnum() and value[0].isalnum() and len(value) <= 64):
+            self.fail(name, f"{shown(value)} is no name of a {name}", "letters, digits, '-', '_' and '.'")
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _size(name: str, value: Any, at: str, least: int) -> int:
+    try:
+        size = parse_size(value)
+    except ValueError as error:
+        _invalid(at, str(error))
+    if size == 0:
+        _invalid(at, f"{name} must be greater than 0")
+    if size < least:
+        _invalid(
+            at, f"{name} of {format_bytes(size)} is too little to start anything", f"ask for at least {least // MIB}M"
+        )
+    return size
+
+
+def _cores(value: Any, at: str, host: HostCaps) -> float:
+    if not _is_number(value):
+        _invalid(at, f"cpu is a number of cores, not {shown(value)}")
+    try:
+        cores = float(value)
+    except OverflowError:
+        cores = math.inf
+    if not math.isfinite(cores) or cores <= 0:
+        _invalid(at, f"cpu must be a finite number greater than 0, not {shown(value)}")
+    if cores < 0.01:
+        _invalid(at, f"cpu of {shown(value)} cores is too little to start anything", "ask for at least 0.01")
+    if cores > host.cpus:
+        _invalid(
+            at, f"cpu of {shown(value)} exceeds this host, which has {host.cpus:g}", f"ask for at most {host.cpus:g}"
+        )
+    return cores
+
+
+def _count(value: Any, at: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        _invalid(at, f"pids is an integer, not {shown(value)}")
+    if not 0 < value <= MAX_PIDS:
+        _invalid(at, f"pids is from 1 to {MAX_PIDS}, not {shown(value)}")
+    return value
+
+
+def _file_mode(value: Any, at: str) -> int:
+    """`"0755"` or the number itself; only the nine permission bits."""
+    if value is None:
+        return 0o644
+    if isinstance(value, str) and 0 < len(value) <= 5 and all(c in "01234567" for c in value):
+        mode = int(value, 8)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        mode = value
+    else:
+        _invalid(at, f"a mode is octal text such as '0644', not {shown(value)}")
+    if not 0 <= mode <= 0o777:
+        _invalid(
+            at, f"a mode holds the nine permission bits only, not {shown(value)}", "write octal text such as '0755'"
+        )
+    return mode
