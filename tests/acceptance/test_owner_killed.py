@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_eight_at_once_with_the_owner_killed_in_the_middle(box: Box, marker: str
         assert box("gc").returncode == 0
         eventually(lambda: not marked(marker), 60, "no process of these commands is left")
         assert box.document("doctor", "--json")[1]["leftovers"] == []
-        mounts = open("/proc/self/mountinfo").read()
+        mounts = Path("/proc/self/mountinfo").read_text()
         assert f"{box.state}/i/" not in mounts
 
 
