@@ -1,0 +1,156 @@
+"""The OCI runtime configuration of one instance: what crun (and any runtime of that family) is told.
+
+Pure: paths and numbers in, the dictionary of `config.json` out. The groups that hold memory, pids and cpu are not in it: the
+launcher puts itself into them before the runtime starts, so that there is no moment without limits and nothing is left to a
+runtime's own cgroup code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from corral.domain.limits import KIB, MIB, Limits
+from corral.linux import seccomp, userns
+from corral.ports.runtime import InstanceSpec
+
+GUEST_CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
+SANDBOX_UID = 1000
+PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+
+_NAMESPACES = ("pid", "network", "ipc", "uts", "mount", "cgroup")
+_MASKED = (
+    "acpi",
+    "asound",
+    "config.gz",
+    "interrupts",
+    "kallsyms",
+    "kcore",
+    "keys",
+    "kmsg",
+    "latency_stats",
+    "sched_debug",
+    "scsi",
+    "sysrq-trigger",
+    "timer_list",
+    "timer_stats",
+)
+_READ_ONLY = ("bus", "fs", "irq", "sys")
+
+
+@dataclass(frozen=True)
+class TmpfsSizes:
+    """Bytes of each tmpfs inside. Their sum stays below half of the memory limit: such pages outlive an OOM kill."""
+
+    tmp: int
+    shm: int
+    run: int
+    user: int
+
+    @classmethod
+    def of(cls, limits: Limits) -> TmpfsSizes:
+        memory = limits.memory_bytes
+        small = min(4 * MIB, memory // 64)
+        return cls(
+            tmp=min(limits.tmp_bytes, memory // 4),
+            shm=min(limits.tmp_bytes, memory // 8),
+            run=max(64 * KIB, small // 4),
+            user=max(64 * KIB, small),
+        )
+
+
+def configuration(
+    spec: InstanceSpec,
+    *,
+    root: str,
+    disk: str,
+    base_uid: int | None,
+    open_files: int,
+    control_fd: int,
+) -> dict[str, Any]:
+    """The whole `config.json`. `base_uid` is the first host id of the user namespace, None for none (then one id inside)."""
+    one_uid = base_uid is None
+    capabilities = ["CAP_KILL"] if one_uid else list(GUEST_CAPABILITIES)
+    linux: dict[str, Any] = {
+        "namespaces": [{"type": name} for name in _NAMESPACES],
+        "rootfsPropagation": "rslave",
+        "maskedPaths": [f"/proc/{name}" for name in _MASKED],
+        "readonlyPaths": [f"/proc/{name}" for name in _READ_ONLY],
+        "sysctl": {"net.ipv4.ip_unprivileged_port_start": "0"},
+    }
+    if not one_uid:
+        mapping = [{"containerID": 0, "hostID": base_uid, "size": userns.SIZE}]
+        linux["namespaces"].append({"type": "user"})
+        linux["uidMappings"] = linux["gidMappings"] = mapping
+    if "unsafe_no_seccomp" not in spec.unsafe:
+        linux["seccomp"] = seccomp.to_oci("default")
+    uid = SANDBOX_UID if one_uid else 0
+    return {
+        "ociVersion": "1.0.2",
+        "hostname": spec.hostname,
+        "root": {"path": root, "readonly": True},
+        "process": {
+            "terminal": False,
+            "user": {"uid": uid, "gid": uid, "umask": 0o022},
+            "args": [*spec.guest_argv, "--control-fd", str(control_fd)],
+            "env": [f"PATH={PATH}", "LANG=C.UTF-8", "HOME=/home/sandbox"],
+            "cwd": "/",
+            "noNewPrivileges": True,
+            "capabilities": {
+                "bounding": capabilities,
+                "effective": capabilities,
+                "permitted": capabilities,
+                "inheritable": capabilities if one_uid else [],
+                "ambient": capabilities if one_uid else [],
+            },
+            "rlimits": [
+                {"type": "RLIMIT_NOFILE", "hard": open_files, "soft": open_files},
+                {"type": "RLIMIT_CORE", "hard": 0, "soft": 0},
+            ],
+        },
+        "mounts": _mounts(spec, disk),
+        "linux": linux,
+    }
+
+
+def _mounts(spec: InstanceSpec, disk: str) -> list[dict[str, Any]]:
+    sizes = TmpfsSizes.of(spec.limits)
+    owner = (f"uid={SANDBOX_UID}", f"gid={SANDBOX_UID}")
+    return [
+        _mount("proc", "/proc", "proc", "nosuid", "noexec", "nodev"),
+        _tmpfs("/dev", 64 * KIB, 64, "noexec", mode="755"),
+        _mount(
+            "devpts",
+            "/dev/pts",
+            "devpts",
+            "nosuid",
+            "noexec",
+            "newinstance",
+            "ptmxmode=0666",
+            "mode=0620",
+            "gid=5",
+            "max=64",
+        ),
+        _tmpfs("/dev/shm", sizes.shm, sizes.shm // 4096, "nodev"),  # noqa: S108
+        _tmpfs("/tmp", sizes.tmp, sizes.tmp // 4096, "nodev"),  # noqa: S108
+        _tmpfs("/run", sizes.run, 256, "nodev", mode="755"),
+        _tmpfs("/run/user/1000", sizes.user, 1024, "nodev", *owner, mode="700"),
+        _bind(spec.interpreter, "/.corral", "ro"),
+        _bind(f"{disk}/workspace", "/workspace", "rw"),
+        _bind(f"{disk}/home", "/home/sandbox", "rw"),
+        _bind(f"{disk}/var_tmp", "/var/tmp", "rw"),  # noqa: S108
+    ]
+
+
+def _mount(kind: str, target: str, source: str, *options: str) -> dict[str, Any]:
+    return {"type": kind, "destination": target, "source": source, "options": list(options)}
+
+
+def _tmpfs(target: str, size: int, inodes: int, *options: str, mode: str = "1777") -> dict[str, Any]:
+    limits: Sequence[str] = (f"size={size}", f"nr_inodes={max(64, inodes)}", f"mode={mode}")
+    return _mount("tmpfs", target, "tmpfs", "nosuid", *options, *limits)
+
+
+def _bind(source: str, target: str, access: str) -> dict[str, Any]:
+    return _mount("bind", target, source, "rbind", access, "nosuid", "nodev")
