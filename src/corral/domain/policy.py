@@ -1,0 +1,309 @@
+"""The policy: what an operator allows, as checked values of one document (`policy/default.yaml` is the shipped one).
+
+`Policy.from_dict` reads the decoded document and raises `CorralError("invalid_value")` whose detail begins with the path of the
+member that is wrong, so that a broken policy never half applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+from corral.domain.limits import LIMIT_NAMES
+from corral.domain.quantities import parse_seconds, parse_size, shown
+from corral.errors import CorralError
+
+T = TypeVar("T")
+_NOTHING: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ResourceClass:
+    """An approved size."""
+
+    name: str
+    cpu: float
+    memory_bytes: int
+    disk_bytes: int
+    pids: int
+    tmp_bytes: int
+
+
+@dataclass(frozen=True)
+class Caps:
+    """The most that anybody may ask for."""
+
+    memory_bytes: int
+    cpu: float
+    pids: int
+    disk_bytes: int
+    tmp_bytes: int
+    tmp_part_of_memory: float
+    """The directory /tmp is memory: it may never take more than this part of the memory limit."""
+    output_bytes: int
+    output_kill_bytes: int
+    timeout_s: float
+    ttl_s: float
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a caller gets who says nothing."""
+
+    resource_class: str
+    template: str
+    timeout_s: float
+    ttl_s: float
+    output_bytes: int
+    output_kill_factor: int
+
+
+@dataclass(frozen=True)
+class TemplateRule:
+    """`root`: execs may ask for user root."""
+
+    root: bool = False
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A checked policy; `classes` in the document's order, smallest first by `smallest_class`."""
+
+    name: str
+    version: int
+    defaults: Defaults
+    classes: dict[str, ResourceClass]
+    caps: Caps
+    templates: dict[str, TemplateRule]
+    isolation_floor: int = 0
+    require_enforced: frozenset[str] = frozenset()
+    networks: frozenset[str] = field(default_factory=lambda: frozenset({"none"}))
+
+    def smallest_class(self, cpu: float, memory_bytes: int, disk_bytes: int, pids: int) -> str | None:
+        """The class with the least memory, then CPU, that holds all of this."""
+        fitting = [
+            c
+            for c in self.classes.values()
+            if c.cpu >= cpu and c.memory_bytes >= memory_bytes and c.disk_bytes >= disk_bytes and c.pids >= pids
+        ]
+        return min(fitting, key=lambda c: (c.memory_bytes, c.cpu, c.disk_bytes, c.name)).name if fitting else None
+
+    @classmethod
+    def from_dict(cls, doc: Any) -> Policy:
+        """See the module docstring."""
+        top = _Node(
+            doc, "policy", {"name", "version", "defaults", "classes", "caps", "templates", "isolation", "networks"}
+        )
+        version = top.get("version", _integer)
+        if version != 1:
+            top.fail("version", f"this program reads version 1, not {version}")
+        caps = _caps(top.node("caps", set(_CAPS)))
+        classes = _classes(top, caps)
+        templates = {
+            name: TemplateRule(root=entry.get("root", _flag, False))
+            for name, entry in top.nodes("templates", {"root"}).items()
+        }
+        defaults = _defaults(top.node("defaults", set(_DEFAULTS)), classes, templates, caps)
+        isolation = top.node("isolation", {"floor", "require_enforced"})
+        floor = isolation.get("floor", _integer, 0)
+        if not 0 <= floor <= 3:
+            isolation.fail("floor", f"a security level is from 0 to 3, not {floor}")
+        enforced: tuple[str, ...] = isolation.get("require_enforced", _words, _NOTHING)
+        if unknown := sorted(set(enforced) - set(LIMIT_NAMES)):
+            isolation.fail(
+                "require_enforced", f"there is no limit {shown(unknown[0])}; known: {', '.join(LIMIT_NAMES)}"
+            )
+        networks = top.get("networks", _words)
+        if unknown := sorted(set(networks) - {"none"}):
+            top.fail("networks", f"this version knows the network none only, not {shown(unknown[0])}")
+        return cls(
+            name=top.get("name", _word),
+            version=version,
+            defaults=defaults,
+            classes=classes,
+            caps=caps,
+            templates=templates,
+            isolation_floor=floor,
+            require_enforced=frozenset(enforced),
+            networks=frozenset(networks),
+        )
+
+
+_CAPS = (
+    "memory",
+    "cpu",
+    "pids",
+    "disk",
+    "tmp",
+    "tmp_part_of_memory",
+    "output_limit",
+    "output_kill",
+    "timeout_s",
+    "ttl_s",
+)
+_DEFAULTS = ("class", "template", "timeout_s", "ttl_s", "output_limit", "output_kill_factor")
+
+
+def _caps(node: _Node) -> Caps:
+    part = node.get("tmp_part_of_memory", _positive, 0.25)
+    if part > 0.5:
+        node.fail("tmp_part_of_memory", "all temporary file systems together must stay below half of the memory limit")
+    return Caps(
+        memory_bytes=node.get("memory", _size),
+        cpu=node.get("cpu", _positive),
+        pids=node.get("pids", _count),
+        disk_bytes=node.get("disk", _size),
+        tmp_bytes=node.get("tmp", _size),
+        tmp_part_of_memory=part,
+        output_bytes=node.get("output_limit", _size),
+        output_kill_bytes=node.get("output_kill", _size),
+        timeout_s=node.get("timeout_s", _time),
+        ttl_s=node.get("ttl_s", _time),
+    )
+
+
+def _classes(top: _Node, caps: Caps) -> dict[str, ResourceClass]:
+    classes: dict[str, ResourceClass] = {}
+    for name, node in top.nodes("classes", {"cpu", "memory", "disk", "pids", "tmp"}).items():
+        made = ResourceClass(
+            name=name,
+            cpu=node.get("cpu", _positive),
+            memory_bytes=node.get("memory", _size),
+            disk_bytes=node.get("disk", _size),
+            pids=node.get("pids", _count),
+            tmp_bytes=node.get("tmp", _size),
+        )
+        for word, value, cap in (
+            ("cpu", made.cpu, caps.cpu),
+            ("memory", made.memory_bytes, caps.memory_bytes),
+            ("disk", made.disk_bytes, caps.disk_bytes),
+            ("pids", made.pids, caps.pids),
+            ("tmp", made.tmp_bytes, min(caps.tmp_bytes, int(made.memory_bytes * caps.tmp_part_of_memory))),
+        ):
+            if value > cap:
+                node.fail(word, f"{value} is over the cap of {cap}")
+        classes[name] = made
+    return classes
+
+
+def _defaults(
+    node: _Node, classes: Mapping[str, ResourceClass], templates: Mapping[str, TemplateRule], caps: Caps
+) -> Defaults:
+    made = Defaults(
+        resource_class=node.get("class", _word),
+        template=node.get("template", _word),
+        timeout_s=node.get("timeout_s", _time),
+        ttl_s=node.get("ttl_s", _time),
+        output_bytes=node.get("output_limit", _size),
+        output_kill_factor=node.get("output_kill_factor", _count),
+    )
+    if made.resource_class not in classes:
+        node.fail("class", f"there is no class {shown(made.resource_class)}")
+    if made.template not in templates:
+        node.fail("template", f"the template {shown(made.template)} is not allowed")
+    for word, value, cap in (
+        ("timeout_s", made.timeout_s, caps.timeout_s),
+        ("ttl_s", made.ttl_s, caps.ttl_s),
+        ("output_limit", made.output_bytes, caps.output_bytes),
+    ):
+        if value > cap:
+            node.fail(word, f"{value:g} is over the cap of {cap:g}")
+    return made
+
+
+class _Node:
+    """A mapping of the document with its path."""
+
+    _MISSING: Any = object()
+
+    def __init__(self, value: Any, path: str, known: set[str] | None) -> None:
+        if not isinstance(value, Mapping):
+            raise CorralError("invalid_value", f"{path}: must be a mapping, not {shown(value)}")
+        self._value = value
+        self._path = path
+        for name in value:
+            if not isinstance(name, str) or (known is not None and name not in known):
+                hint = f"known: {', '.join(sorted(known))}" if known else None
+                raise CorralError("invalid_value", f"{path}.{name}: unknown member", hint=hint)
+
+    def fail(self, name: str, detail: str) -> NoReturn:
+        raise CorralError("invalid_value", f"{self._path}.{name}: {detail}")
+
+    def get(self, name: str, read: Callable[[Any], T], default: T = _MISSING) -> T:
+        if name not in self._value:
+            if default is not self._MISSING:
+                return default
+            self.fail(name, "is missing")
+        try:
+            return read(self._value[name])
+        except ValueError as error:
+            self.fail(name, str(error))
+
+    def node(self, name: str, known: set[str]) -> _Node:
+        return _Node(self.get(name, lambda value: value), f"{self._path}.{name}", known)
+
+    def nodes(self, name: str, known: set[str]) -> dict[str, _Node]:
+        """A mapping of names to mappings; a null one is empty."""
+        outer = self.node_of_names(name)
+        return {key: _Node(value or {}, f"{self._path}.{name}.{key}", known) for key, value in outer.items()}
+
+    def node_of_names(self, name: str) -> Mapping[str, Any]:
+        value = _Node(self.get(name, lambda item: item), f"{self._path}.{name}", None)._value
+        if not value:
+            self.fail(name, "is empty")
+        return value
+
+
+def _size(value: Any) -> int:
+    size = parse_size(value)
+    if size == 0:
+        raise ValueError("must be greater than 0")
+    return size
+
+
+def _time(value: Any) -> float:
+    if isinstance(value, str):
+        raise ValueError("must be a number of seconds")
+    seconds = parse_seconds(value)
+    if seconds == 0:
+        raise ValueError("must be greater than 0")
+    return seconds
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"must be an integer, not {shown(value)}")
+    return value
+
+
+def _count(value: Any) -> int:
+    if _integer(value) < 1:
+        raise ValueError(f"must be at least 1, not {shown(value)}")
+    return int(value)
+
+
+def _positive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"must be a number, not {shown(value)}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"must be a finite number greater than 0, not {shown(value)}")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {shown(value)}")
+    return value
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"must be text, not {shown(value)}")
+    return value
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"must be a list of text, not {shown(value)}")
+    return tuple(_word(item) for item in value)
