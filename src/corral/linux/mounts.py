@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import functools
 import os
 import struct
 from collections.abc import Iterator
@@ -91,9 +90,18 @@ def idmapped_bind(
         attach(tree, target)
 
 
-@functools.cache
 def idmap_supported(path: str = "/") -> bool:
-    """Whether the file system of `path` can be mounted with an id map here: tried, on a clone that nobody sees."""
+    """Whether the file system of `path` can be mounted with an id map here: tried once, on a clone that nobody sees."""
+    device = os.stat(path).st_dev
+    if device not in _idmap_tried:
+        _idmap_tried[device] = _try_idmap(path)
+    return _idmap_tried[device]
+
+
+_idmap_tried: dict[int, bool] = {}
+
+
+def _try_idmap(path: str) -> bool:
     try:
         fd = userns.create(1, 1, 1)
     except OSError:

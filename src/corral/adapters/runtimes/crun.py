@@ -181,7 +181,7 @@ class CrunRuntime:
     def _make_disk(self, spec: InstanceSpec, base: int | None, clock: _Phases) -> HostTree:
         inside = oci.SANDBOX_UID
         limits = spec.limits
-        if base is not None and mounts.idmap_supported(spec.directory):
+        if base is not None and mounts.idmap_supported(spec.rootfs):
             namespace = self._namespace(base)
             clock.lap("ids")
             tree = disk.prepare(spec.directory, limits.disk_bytes, limits.inodes, inside, inside, idmap_fd=namespace)
@@ -222,16 +222,14 @@ class CrunRuntime:
         finally:
             os.close(log)
         faults.point("runtime.create.launching")
-        status: int | None = None
-        try:
-            status = launcher.wait(_START_S)
-        except subprocess.TimeoutExpired:
-            if (ref := process.ref_of(launcher.pid)) is not None:
-                process.kill(ref)
-            launcher.wait()
+        child = process.ref_of(launcher.pid)  # there until we reap it; `wait` with a time-out would sleep in steps
+        in_time = child is None or process.wait_gone_blocking(child, _START_S)
+        if child is not None and not in_time:
+            process.kill(child)
+        status = launcher.wait()
         if status != 0:
             said = _tail(f"{tree.path}/{disk.LOG}")
-            what = f"did not end in {_START_S:.0f} s" if status is None else f"ended with status {status}"
+            what = f"ended with status {status}" if in_time else f"did not end in {_START_S:.0f} s"
             raise CorralError("infra_error", f"crun {what}: {said or 'it said nothing'}")
 
     def _find_init(self, spec: InstanceSpec, group: Cgroup) -> ProcessRef:
@@ -248,10 +246,12 @@ class CrunRuntime:
     def _stats(self, ref: InstanceRef) -> Stats:
         seen = self._group(ref.instance_id).stats()
         limit = ref.data.get("disk_bytes")
+        free: int | None = None
+        inodes: int | None = None
         try:
             free, inodes = disk.free(ref.directory)
         except OSError:
-            free = inodes = None
+            pass
         return Stats(
             memory_bytes=seen.memory_bytes,
             peak_memory_bytes=seen.peak_memory_bytes,
@@ -375,7 +375,7 @@ class CrunRuntime:
             spec = InstanceSpec(
                 instance_id, "probe", 1, self._installation, directory, rootfs, rootfs, ("/pause",), limits
             )
-            mounts.idmap_supported(directory)
+            mounts.idmap_supported(rootfs)
             began = time.monotonic()
             with socket.socket(socket.AF_UNIX) as control:
                 instance = self._create(spec, control)
@@ -473,7 +473,7 @@ def _read_record(directory: str, instance_id: str) -> InstanceRef | None:
 
 def _write_json(path: str, value: dict[str, Any]) -> None:
     with open(f"{path}.new", "w", encoding="utf-8", errors="surrogateescape") as file:
-        json.dump(value, file)
+        file.write(json.dumps(value))  # `dump` would use the slow encoder
     os.replace(f"{path}.new", path)
 
 
