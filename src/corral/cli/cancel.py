@@ -1,0 +1,24 @@
+"""`corral cancel`: end a run or exec."""
+
+from __future__ import annotations
+
+import click
+
+from corral.cli import terminal, words
+from corral.cli.connection import opened
+from corral.cli.following import Following, Interrupts
+
+
+@click.command()
+@click.argument("ident", metavar="ID")
+@words.json_option
+@click.pass_obj
+def command(interrupts: Interrupts, ident: str, as_json: bool) -> None:
+    """End the run or exec ID with everything in it; returns when it has ended. Ended before is no error."""
+    kind = "execs" if ident.startswith("exe_") else "runs"
+    with opened() as transport:
+        following = Following(transport, interrupts, kind, ident)
+        following.cancel()
+        document = following.wait() if as_json else None
+    if as_json:
+        terminal.put_json(document)

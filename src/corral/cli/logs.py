@@ -1,0 +1,45 @@
+"""`corral logs`: the output of a run or exec, raw."""
+
+from __future__ import annotations
+
+import base64
+
+import click
+
+from corral.cli import terminal, words
+from corral.cli.connection import opened
+from corral.cli.following import Following, Interrupts
+from corral.client import Transport
+from corral.client.transport import quote
+
+STREAMS = ("stdout", "stderr")
+
+
+@click.command()
+@click.argument("ident", metavar="ID")
+@click.option("--stream", type=click.Choice(STREAMS), help="Only this stream, to our stdout.")
+@click.option("--follow", "-f", is_flag=True, help="Go on until it ends.")
+@words.json_option
+@click.pass_obj
+def command(interrupts: Interrupts, ident: str, stream: str | None, follow: bool, as_json: bool) -> None:
+    """Print what the run or exec ID wrote: stdout to stdout, stderr to stderr, as the bytes that they were."""
+    kind = "execs" if ident.startswith("exe_") else "runs"
+    path = f"/v1/{kind}/{quote(ident)}"
+    with opened() as transport:
+        if as_json:
+            wanted = STREAMS if stream is None else (stream,)
+            terminal.put_json({"id": ident} | {name: _whole(transport, path, name, follow) for name in wanted})
+        elif follow and stream is None:
+            Following(transport, interrupts, kind, ident).pass_through()
+        else:
+            for name in STREAMS if stream is None else (stream,):
+                descriptor = 2 if stream is None and name == "stderr" else 1
+                for block in transport.download(f"{path}/logs", {"stream": name, "follow": follow}):
+                    terminal.write(descriptor, block)
+
+
+def _whole(transport: Transport, path: str, stream: str, follow: bool) -> words.Json:
+    data = b"".join(transport.download(f"{path}/logs", {"stream": stream, "follow": follow}))
+    text = data.decode("utf-8", "replace")
+    exact = text.encode() == data
+    return {"bytes": len(data), "text": text, "base64": None if exact else base64.b64encode(data).decode("ascii")}

@@ -1,0 +1,99 @@
+"""`corral sandbox`: create, ls, inspect, rm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from corral.cli import terminal, words
+from corral.cli.connection import every, opened
+from corral.cli.following import Interrupts
+from corral.client import Transport
+from corral.client.transport import quote
+from corral.errors import CorralError
+
+COLUMNS = ("id", "state", "runtime", "template", "resource_class", "created_at", "expires_at")
+
+
+@click.group(name="sandbox")
+def command() -> None:
+    """Create, list, inspect and remove sandboxes."""
+
+
+@command.command()
+@words.sandbox_options
+@words.json_option
+@click.pass_obj
+def create(interrupts: Interrupts, /, as_json: bool, **given: Any) -> None:
+    """Create a sandbox and print its id."""
+    request = words.common(given)
+    with opened() as transport, interrupts.hold():
+        sandbox = transport.request("POST", "/v1/sandboxes", request)
+        if as_json:
+            terminal.put_json(sandbox)
+        else:
+            terminal.put(f"{sandbox['id']}\n")
+
+
+@command.command()
+@click.option("--all", "ended", is_flag=True, help="Those that have ended too.")
+@words.json_option
+def ls(ended: bool, as_json: bool) -> None:
+    """List sandboxes."""
+    with opened() as transport:
+        items = every(transport, "/v1/sandboxes", {"all": True} if ended else None)
+    if as_json:
+        terminal.put_json({"items": items, "next": None})
+    else:
+        terminal.table(items, COLUMNS, empty="no sandboxes")
+
+
+@command.command()
+@click.argument("sandbox_id", metavar="ID")
+@words.json_option
+def inspect(sandbox_id: str, as_json: bool) -> None:
+    """Show one sandbox with its instance and history."""
+    with opened() as transport:
+        sandbox = transport.request("GET", f"/v1/sandboxes/{quote(sandbox_id)}")
+    if as_json:
+        terminal.put_json(sandbox)
+        return
+    rows = [{"what": name, "value": value} for name, value in sandbox.items() if name != "history"]
+    terminal.table(rows, ("what", "value"), empty="nothing")
+    for event in sandbox.get("history") or []:
+        terminal.put(terminal.plain(f"{event}") + "\n")
+
+
+@command.command()
+@click.argument("sandbox_ids", nargs=-1, required=True, metavar="ID...")
+@words.json_option
+@click.pass_context
+def rm(ctx: click.Context, sandbox_ids: tuple[str, ...], as_json: bool) -> None:
+    """Remove sandboxes; returns when they are terminated. Again is no error."""
+    removed: list[words.Json] = []
+    errors: list[tuple[str, CorralError]] = []
+    with opened() as transport:
+        for sandbox_id in sandbox_ids:
+            try:
+                removed.append(_remove(transport, sandbox_id))
+            except CorralError as error:
+                errors.append((sandbox_id, error))
+                if not as_json:
+                    terminal.complain(error)
+    if as_json and errors and len(sandbox_ids) == 1:
+        raise errors[0][1]
+    if as_json:
+        refused = [{"id": sandbox_id, "error": error.to_problem()} for sandbox_id, error in errors]
+        terminal.put_json({"items": [*removed, *refused], "next": None})
+    if errors:
+        ctx.exit(errors[0][1].exit_status)
+
+
+def _remove(transport: Transport, sandbox_id: str) -> words.Json:
+    for _ in range(4):
+        sandbox = transport.request("DELETE", f"/v1/sandboxes/{quote(sandbox_id)}", params={"wait": 60})
+        if sandbox.get("state") == "terminated":
+            return sandbox
+    hint = "corral gc removes it once its processes have ended; corral doctor lists what is left"
+    raise CorralError("infra_error", f"{sandbox_id} is {sandbox.get('state')}, not yet terminated", hint=hint)

@@ -1,0 +1,204 @@
+"""Unpack an archive that a sandbox made. Nothing in it is trusted: no link is followed, no name leaves the target.
+
+Only directories, files and links are made; a link is made as it is, whatever it points to. Owners, setuid and devices are left out.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from corral.errors import CorralError
+
+BLOCK = 256 * 1024
+
+
+@dataclass
+class Unpacked:
+    """What was copied."""
+
+    files: int = 0
+    directories: int = 0
+    links: int = 0
+    bytes: int = 0
+
+    def count(self, member: tarfile.TarInfo) -> None:
+        """One more member."""
+        if member.isdir():
+            self.directories += 1
+        elif member.issym():
+            self.links += 1
+        else:
+            self.files += 1
+            self.bytes += member.size
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {"files": self.files, "directories": self.directories, "links": self.links, "bytes": self.bytes}
+
+
+class Reader(io.RawIOBase):
+    """An iterator of blocks as a file to read from."""
+
+    def __init__(self, blocks: Iterable[bytes]) -> None:
+        self._blocks = iter(blocks)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = memoryview(block)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+
+def unpack(archive: tarfile.TarFile, dst: str, name: str) -> Unpacked:
+    """The tree of `archive` as `dst`, or below it as `name` when it is a directory. OSError says what could not be written."""
+    done = Unpacked()
+    target: Target | None = None
+    modes: list[tuple[list[str], int]] = []
+    root = ""
+    for member in archive:
+        parts = _parts(member.name)
+        if target is None:
+            root = parts[0] if parts else ""
+            target = Target(*_place(dst, name or "workspace", member.isdir()))
+        if root:
+            if parts[:1] != [root]:
+                raise CorralError("infra_error", f"the archive names {member.name!r} outside its root", retryable=False)
+            parts = parts[1:]
+        if member.isdir():
+            target.make_directory(parts)
+            modes.append((parts, member.mode))
+        elif member.issym():
+            target.make_link(parts, member.linkname)
+        elif member.isreg():
+            content = archive.extractfile(member)
+            assert content is not None
+            target.make_file(parts, member.mode, content)
+        elif member.islnk():
+            target.make_copy(parts, _parts(member.linkname)[1 if root else 0 :])
+        else:
+            raise CorralError("infra_error", f"{member.name!r} is no file, directory or link", retryable=False)
+        done.count(member)
+    if target is not None:
+        for parts, mode in reversed(modes):
+            target.set_mode(parts, mode)
+        target.close()
+    return done
+
+
+def _parts(name: str) -> list[str]:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if ".." in parts or name.startswith("/"):
+        raise CorralError("infra_error", f"the archive names {name!r}", retryable=False)
+    return parts
+
+
+def _place(dst: str, name: str, directory: bool) -> tuple[str, str]:
+    """(existing local directory, name in it) for the root of the copy."""
+    if os.path.isdir(dst):
+        return dst, name
+    if dst.endswith("/") and not directory:
+        raise NotADirectoryError(20, "no such directory", dst)
+    folder, new = os.path.split(dst.rstrip("/"))
+    return folder or ".", new
+
+
+class Target:
+    """The root of the copy: `name` in the directory `folder`. Paths below are lists of plain names."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._name = name
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        os.close(self._folder)
+
+    def make_directory(self, parts: list[str]) -> None:
+        """Private until `set_mode`; one that is there stays."""
+        folder, name = self._open_parent(parts)
+        try:
+            try:
+                os.mkdir(name, 0o700, dir_fd=folder)
+            except FileExistsError:
+                os.close(os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder))
+        finally:
+            os.close(folder)
+
+    def make_link(self, parts: list[str], points_to: str) -> None:
+        """A symbolic link as it was inside."""
+        folder, name = self._open_parent(parts)
+        try:
+            self._clear(folder, name)
+            os.symlink(points_to, name, dir_fd=folder)
+        finally:
+            os.close(folder)
+
+    def make_file(self, parts: list[str], mode: int, content: Any) -> None:
+        """A new file, in the place of whatever file or link had the name."""
+        folder, name = self._open_parent(parts)
+        try:
+            self._clear(folder, name)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+            with open(descriptor, "wb") as file:
+                while block := content.read(BLOCK):
+                    file.write(block)
+                os.fchmod(descriptor, mode & 0o777)
+        finally:
+            os.close(folder)
+
+    def make_copy(self, parts: list[str], earlier: list[str]) -> None:
+        """A hard link inside becomes a file of its own."""
+        folder, name = self._open_parent(earlier)
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        finally:
+            os.close(folder)
+        with open(descriptor, "rb") as content:
+            self.make_file(parts, os.fstat(descriptor).st_mode, content)
+
+    def set_mode(self, parts: list[str], mode: int) -> None:
+        """The mode of a directory; last, as it may forbid writing into it."""
+        folder, name = self._open_parent(parts)
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        finally:
+            os.close(folder)
+        try:
+            os.fchmod(descriptor, mode & 0o777)
+        finally:
+            os.close(descriptor)
+
+    def _open_parent(self, parts: list[str]) -> tuple[int, str]:
+        """(descriptor of the parent, reached name by name without following a link; last name)."""
+        *above, name = [self._name, *parts]
+        descriptor = os.dup(self._folder)
+        for part in above:
+            try:
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                deeper = os.open(part, flags, dir_fd=descriptor)
+            finally:
+                os.close(descriptor)
+            descriptor = deeper
+        return descriptor, name
+
+    @staticmethod
+    def _clear(folder: int, name: str) -> None:
+        try:
+            os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            pass

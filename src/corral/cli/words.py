@@ -1,0 +1,307 @@
+"""The words of the command line: options shared by `run`, `exec` and `sandbox create`, and how they become a request.
+
+The same words are the fields of the API; values go there as they were written and are judged there, so that a bad one is refused
+alike everywhere. What only the command line can know (a local file, `K=V`) is judged here.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import stat
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from corral.domain.quantities import parse_seconds, shown
+from corral.errors import CorralError
+
+Json = dict[str, Any]
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_BODY = 32 * 1024 * 1024
+AGENT_VIEW_CHARS = 8000
+
+RESOURCES = ("timeout", "memory", "cpu", "pids", "disk", "tmp", "output_limit", "output_kill")
+_NUMBERS = ("timeout", "ttl", "cpu", "pids")
+PLACES = ("runtime", "template", "isolation", "network", "session")
+
+_HELP = {
+    "timeout": "Seconds that the program may run.",
+    "memory": "Memory, such as 512M.",
+    "cpu": "CPUs, such as 0.5.",
+    "pids": "Processes and threads.",
+    "disk": "Bytes under /workspace, such as 1G.",
+    "tmp": "Bytes under /tmp.",
+    "output_limit": "Output kept per stream; more changes nothing else.",
+    "output_kill": "Output per stream that ends the program.",
+    "runtime": "bubblewrap, crun, runc or runsc.",
+    "template": "host, busybox or polyglot.",
+    "isolation": "standard or strong.",
+    "network": "Named network profile; none without it.",
+    "session": "Session whose sandbox and workspace are used.",
+}
+
+
+def _option(name: str) -> Callable[[F], F]:
+    return click.option(f"--{name.replace('_', '-')}", name, metavar="VALUE", help=_HELP[name])
+
+
+def _apply(function: F, decorators: Sequence[Callable[[F], F]]) -> F:
+    for decorate in reversed(decorators):
+        function = decorate(function)
+    return function
+
+
+def json_option(function: F) -> F:
+    """`--json`: stdout is exactly one JSON document."""
+    return click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON document.")(function)
+
+
+def sandbox_options(function: F) -> F:
+    """What shapes a sandbox."""
+    names = ("memory", "cpu", "pids", "disk", "tmp", *PLACES)
+    more = (
+        click.option(
+            "--dep", "dep", multiple=True, metavar="NAME", help="Dependency to have, such as python:requests."
+        ),
+        click.option(
+            "--file", "file", multiple=True, metavar="SRC[:DEST]", help="File or directory to put under /workspace."
+        ),
+        click.option("--ttl", "ttl", metavar="SECONDS", help="How long the sandbox lives."),
+    )
+    return _apply(function, (*(_option(name) for name in names), *more))
+
+
+def program_options(function: F) -> F:
+    """What shapes one program and its result."""
+    names = ("timeout", "output_limit", "output_kill")
+    more = (
+        click.option("-c", "code", metavar="CODE", help="Code to run."),
+        click.option("--shell", "shell", metavar="STRING", help="Shell command to run."),
+        click.option("--language", "language", metavar="NAME", help="Language of the code."),
+        click.option("--stdin", "stdin", metavar="FILE|-", help="Standard input; none without it."),
+        click.option("--env", "env", multiple=True, metavar="K=V", help="Environment variable."),
+        click.option("--cwd", "cwd", metavar="PATH", help="Working directory inside."),
+        click.option("--user", "user", metavar="NAME", help="User inside: sandbox (default) or root."),
+        click.option(
+            "--outputs", "outputs", multiple=True, metavar="GLOB", help="Files to keep; /workspace/out/** by default."
+        ),
+        click.option("--out", "out", metavar="DIR", help="Write the kept files there."),
+        click.option(
+            "--agent-view", "agent_view", metavar="[CHARS]", help="Print the output as a model should read it."
+        ),
+    )
+    return _apply(function, (*(_option(name) for name in names), *more, json_option))
+
+
+class PassThrough(click.Command):
+    """A command whose options end where the program's words begin.
+
+    `leading` words of our own (an id) come first, options may stand around them. In the context: `meta["separator"]` says whether
+    `--` stood before the program's words. `--agent-view` takes the next word only if it is a number.
+    """
+
+    leading = 0
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options, words, separator, rest = self.split(list(args))
+        ctx.meta["separator"] = separator
+        return super().parse_args(ctx, [*options, "--", *words, *rest])
+
+    def split(self, args: list[str]) -> tuple[list[str], list[str], bool, list[str]]:
+        """(options with their values, leading words, was there `--`, the program's words)."""
+        takes_value = {
+            name: not option.is_flag
+            for option in self.params
+            if isinstance(option, click.Option)
+            for name in option.opts
+        }
+        options: list[str] = []
+        words: list[str] = []
+        while args:
+            word = args.pop(0)
+            if word == "--":
+                return options, words, True, args
+            if word == "--agent-view":
+                number = args.pop(0) if args and args[0].isascii() and args[0].isdigit() else str(AGENT_VIEW_CHARS)
+                options.append(f"{word}={number}")
+            elif word.startswith("-") and word != "-":
+                options.append(word)
+                if takes_value.get(word, False) and args:
+                    options.append(args.pop(0))
+            elif len(words) < self.leading:
+                words.append(word)
+            else:
+                return options, words, False, [word, *args]
+        return options, words, False, []
+
+
+class PassThroughAfterId(PassThrough):
+    """`exec ID [OPTIONS] -- ARGV…`."""
+
+    leading = 1
+
+
+def program(ctx: click.Context, given: Json, words: Sequence[str], argv_field: str) -> Json:
+    """The part of the request that says what to run; `argv_field` is what the API calls an argv there."""
+    code, shell, language = given["code"], given["shell"], given["language"]
+    if code is not None and shell is not None:
+        raise click.UsageError("-c and --shell exclude each other.")
+    if code is not None:
+        return {"code": code, "language": language or "python", "args": list(words)}
+    if shell is not None:
+        if words:
+            raise click.UsageError("--shell takes one string; quote it whole.")
+        return {"shell": shell}
+    if not words:
+        raise click.UsageError(
+            "Nothing to run: give FILE, -c CODE, --shell STRING or -- ARGV."
+            if argv_field == "command"
+            else "Nothing to run: give -- ARGV, -c CODE or --shell STRING."
+        )
+    if language is not None and (ctx.meta["separator"] or argv_field == "argv"):
+        raise click.UsageError("--language is for FILE and -c; ARGV names its program itself.")
+    if ctx.meta["separator"] or argv_field == "argv":
+        return {argv_field: list(words)}
+    name, *args = words
+    document: Json = {"code": _read_code(name), "code_path": os.path.basename(name), "args": args}
+    return document | ({"language": language} if language else {})
+
+
+def _read_code(name: str) -> str:
+    try:
+        with open(name, "rb") as file:
+            return file.read(MAX_BODY + 1).decode("utf-8", "surrogateescape")
+    except (OSError, ValueError) as error:
+        hint = "to run a program of the sandbox, put -- before it"
+        raise CorralError("usage", f"cannot read {name!r}: {_why(error)}", field="FILE", hint=hint) from error
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def common(given: Json) -> Json:
+    """The members that have the same word on both sides; what was not said is left out."""
+    document: Json = {}
+    for name in (*RESOURCES, *PLACES, "cwd", "user", "ttl"):
+        if given.get(name) is not None:
+            document[name] = _number(name, given[name]) if name in _NUMBERS else given[name]
+    for name in ("outputs", "dep"):
+        if given.get(name):
+            document[name] = list(given[name])
+    if given.get("keep"):
+        document["keep"] = True
+    if given.get("env"):
+        document["env"] = _environment(given["env"])
+    if given.get("stdin") is not None:
+        document["stdin_base64"] = _base64(_read_stdin(given["stdin"]))
+    if given.get("file"):
+        document["files"] = _files(given["file"])
+    return document
+
+
+def _environment(pairs: Sequence[str]) -> dict[str, str]:
+    env: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise CorralError("usage", f"--env {pair!r} is not K=V", field="--env")
+        env[name] = value
+    return env
+
+
+def _number(name: str, text: str) -> int | float:
+    """What JSON has numbers for; the same refusal as by the API, in words of the command line."""
+    try:
+        if name != "pids":
+            return parse_seconds(text)
+        if text.isascii() and text.isdigit() and len(text) < 19:
+            return int(text)
+        raise ValueError(f"{shown(text)} is not a count; write an integer, such as 128")
+    except ValueError as error:
+        detail = str(error)
+        if name == "cpu":
+            detail = f"{shown(text)} is not a number of CPUs; write decimals, such as 2 or 0.5"
+        raise CorralError("invalid_value", detail, field=f"/{name}") from error
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _read_stdin(source: str) -> bytes:
+    try:
+        if source == "-":
+            with open(0, "rb", closefd=False) as file:
+                data = file.read(MAX_BODY + 1)
+        else:
+            with open(source, "rb") as file:
+                data = file.read(MAX_BODY + 1)
+    except OSError as error:
+        raise CorralError("usage", f"cannot read {source!r}: {_why(error)}", field="--stdin") from error
+    if len(data) > MAX_BODY * 3 // 4:
+        raise CorralError(
+            "too_large", "standard input is over 24 MiB", field="/stdin", hint="put it into a file with corral cp"
+        )
+    return data
+
+
+def _files(sources: Sequence[str]) -> list[Json]:
+    """Each file of `SRC[:DEST]`, in order; directories whole, modes kept."""
+    room = MAX_BODY * 3 // 4
+    found: list[Json] = []
+    for source in sources:
+        src, colon, dest = source.rpartition(":")
+        if not colon or (not os.path.lexists(src) and os.path.lexists(source)):
+            src, dest = source, ""
+        dest = dest or os.path.basename(os.path.abspath(src))
+        dest = "." if dest.rstrip("/") == "/workspace" else dest.removeprefix("/workspace/")
+        for path, inside in _walk(src, dest.rstrip("/") if os.path.isdir(src) else _file_name(src, dest)):
+            try:
+                with open(path, "rb") as file:
+                    facts = os.fstat(file.fileno())
+                    if not stat.S_ISREG(facts.st_mode):
+                        raise CorralError("usage", f"{path!r} is not a file or directory", field="--file")
+                    room -= facts.st_size
+                    data = b"" if room < 0 else file.read(facts.st_size + 1)
+            except OSError as error:
+                raise CorralError("usage", f"cannot read {path!r}: {_why(error)}", field="--file") from error
+            if room < 0:
+                hint = "create a sandbox, copy them with corral cp, then use corral exec"
+                raise CorralError("too_large", "the files are over 24 MiB together", field="/files", hint=hint)
+            found.append(
+                {"path": inside, "mode": f"{stat.S_IMODE(facts.st_mode) & 0o777:04o}", "base64": _base64(data)}
+            )
+    return found
+
+
+def _file_name(src: str, dest: str) -> str:
+    return dest + os.path.basename(src) if dest.endswith("/") else dest
+
+
+def _walk(src: str, dest: str) -> list[tuple[str, str]]:
+    if not os.path.isdir(src):
+        return [(src, dest)]
+    pairs = []
+    for folder, folders, names in os.walk(src, onerror=_refuse):
+        folders.sort()
+        below = os.path.relpath(folder, src)
+        for name in sorted(names):
+            pairs.append((os.path.join(folder, name), os.path.normpath(os.path.join(dest, below, name))))
+    return pairs
+
+
+def _refuse(error: OSError) -> None:
+    raise CorralError("usage", f"cannot read {error.filename!r}: {_why(error)}", field="--file") from error
+
+
+def view(chars: str | None) -> Json:
+    """Query parameters for the output: all of it, and with `chars` as a model should read it."""
+    if chars is None:
+        return {}
+    if not (chars.isascii() and chars.isdigit() and len(chars) < 10):
+        raise CorralError("usage", f"--agent-view {shown(chars)} is not a number of characters", field="--agent-view")
+    return {"view": "agent", "chars": int(chars)}
