@@ -1,0 +1,549 @@
+"""The store in memory: the twin of the SQLite store for tests and experiments. Same rules, same errors, nothing survives the process.
+
+Rows are kept encoded, as a database would, so that nothing is shared with the caller. A transaction has no await inside; what it
+changed is taken back if it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from corral.domain.fence import Fence
+from corral.domain.records import (
+    AuditRecord,
+    CommandRecord,
+    Committed,
+    EventRecord,
+    ExecRecord,
+    Idempotency,
+    InstanceRecord,
+    LeaseRecord,
+    RunRecord,
+    SandboxRecord,
+    SandboxView,
+    Transition,
+)
+from corral.errors import CorralError
+
+from .rows import (
+    AUDIT,
+    COMMAND,
+    EVENT,
+    EXEC,
+    INSTANCE,
+    LEASE,
+    OPEN_EXEC,
+    RUN,
+    SANDBOX,
+    InstanceStep,
+    Row,
+    Shape,
+    check_instance_state,
+    check_ttl,
+    conflict,
+    encode_transition,
+    idempotency_conflict,
+    lease_lost,
+    not_found,
+    renewed_expiry,
+    to_json,
+    to_text,
+)
+from .transactions import (
+    changed_lease,
+    check_holder,
+    check_idempotency,
+    check_monotone,
+    check_move,
+    new_command,
+    page_size,
+)
+
+T = TypeVar("T")
+_ABSENT: Any = object()
+
+
+class MemoryStore:
+    """`corral.ports.store.Store` in dictionaries. Rows survive `close` and `open` of the same object."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self._guard = threading.Lock()
+        self._usable = False
+        self._installation = secrets.token_hex(16)
+        self._runs: dict[Any, Row] = {}
+        self._sandboxes: dict[Any, Row] = {}
+        self._leases: dict[Any, Row] = {}
+        self._instances: dict[Any, Row] = {}
+        self._execs: dict[Any, Row] = {}
+        self._commands: dict[Any, Row] = {}
+        self._events: dict[Any, Row] = {}
+        self._audit: dict[Any, Row] = {}
+        self._keys: dict[Any, tuple[str, str]] = {}
+        self._undo: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._now = 0
+
+    async def open(self) -> None:
+        """Again: nothing."""
+        self._usable = True
+
+    async def close(self) -> None:
+        """Again: nothing."""
+        self._usable = False
+
+    async def installation_id(self) -> str:
+        self._check_open()
+        return self._installation
+
+    def _check_open(self) -> None:
+        if not self._usable:
+            raise CorralError("store_error", "the store is not open", retryable=False)
+
+    async def _transact(self, work: Callable[[], T]) -> T:
+        self._check_open()
+        await asyncio.sleep(0)  # as with a real database, others run between the call and its effect
+        with self._guard:
+            self._check_open()
+            self._now = self._clock()
+            self._undo.clear()
+            try:
+                return work()
+            except BaseException:
+                for table, key, old in reversed(self._undo):
+                    if old is _ABSENT:
+                        del table[key]
+                    else:
+                        table[key] = old
+                raise
+
+    def _put(self, table: dict[Any, Any], key: Any, row: Any) -> None:
+        self._undo.append((table, key, table.get(key, _ABSENT)))
+        table[key] = row
+
+    def _insert(self, table: dict[Any, Row], shape: Shape[Any], row: Row) -> None:
+        key = row[shape.key]
+        if key in table:
+            raise conflict(f"{shape.table} {key} exists already")
+        self._put(table, key, row)
+
+    def _get(self, table: dict[Any, Row], shape: Shape[Any], key: str) -> Row:
+        row = table.get(key)
+        if row is None:
+            raise not_found(shape.table, key)
+        return row
+
+    def _append(self, table: dict[Any, Row], key: str, row: Row) -> int:
+        number = len(table) + 1
+        self._put(table, number, {**row, key: number, "timestamp": self._now})
+        return number
+
+    def _claim_key(self, idem: Idempotency | None, resource_id: str) -> str | None:
+        if idem is None:
+            return None
+        check_idempotency(idem)
+        key = (idem.tenant_id, idem.route, idem.key)
+        if key not in self._keys:
+            self._put(self._keys, key, (idem.body_digest, resource_id))
+            return None
+        digest, known = self._keys[key]
+        if digest != idem.body_digest:
+            raise idempotency_conflict(idem.route, idem.key)
+        return known
+
+    def _update(self, table: dict[Any, Row], shape: Shape[Any], key: str, expect: Sequence[str], changes: Row) -> Row:
+        row = self._get(table, shape, key)
+        if row["state"] not in expect:
+            raise conflict(
+                f"{shape.table} {key} is {row['state']}, not {' or '.join(expect) or 'anything'}", state=row["state"]
+            )
+        return self._set(table, key, {**row, **changes, "version": int(row["version"] or 0) + 1})
+
+    def _set(self, table: dict[Any, Row], key: str, row: Row) -> Row:
+        self._put(table, key, row)
+        return row
+
+    @staticmethod
+    def _page(
+        table: dict[Any, Row],
+        shape: Shape[Any],
+        tenant_id: str | None,
+        states: Sequence[str] | None,
+        after: str | None,
+        limit: int,
+    ) -> list[Row]:
+        def place(row: Row) -> tuple[int, str]:
+            return int(row["created_at"] or 0), str(row[shape.key])
+
+        rows = [row for row in table.values() if tenant_id is None or row["tenant_id"] == tenant_id]
+        if after is not None:
+            last = [row for row in rows if row[shape.key] == after]
+            if not last:
+                raise not_found(shape.table, after)
+            rows = [row for row in rows if place(row) < place(last[0])]
+        rows = [row for row in rows if states is None or row["state"] in states]
+        return sorted(rows, key=place, reverse=True)[: page_size(limit)]
+
+    # -- runs ------------------------------------------------------------------------------------------------------------------
+    async def submit_run(
+        self, run: RunRecord, audit: AuditRecord, idempotency: Idempotency | None = None
+    ) -> tuple[RunRecord, bool]:
+        row, audit_row = RUN.encode(run), AUDIT.encode(audit)
+
+        def work() -> tuple[RunRecord, bool]:
+            known = self._claim_key(idempotency, run.run_id)
+            if known is not None:
+                return RUN.from_row(self._runs[known]), False
+            self._insert(self._runs, RUN, row)
+            self._append(self._audit, "audit_id", audit_row)
+            return RUN.from_row(row), True
+
+        return await self._transact(work)
+
+    async def update_run(
+        self, run_id: str, *, expect_states: Sequence[str], changes: dict[str, Any], audit: AuditRecord | None = None
+    ) -> RunRecord:
+        audit_row = AUDIT.encode(audit) if audit is not None else None
+        encoded = RUN.encode_changes(changes)
+
+        def work() -> RunRecord:
+            row = self._update(self._runs, RUN, run_id, expect_states, encoded)
+            if audit_row is not None:
+                self._append(self._audit, "audit_id", audit_row)
+            return RUN.from_row(row)
+
+        return await self._transact(work)
+
+    async def finish_run(
+        self, run_id: str, *, result: dict[str, Any], reason: str, timings: dict[str, Any], audit: AuditRecord
+    ) -> RunRecord:
+        changes: Row = {
+            "state": "finished",
+            "result": to_json(result, "run.result"),
+            "reason": to_text(reason, "run.reason"),
+            "timings": to_json(timings, "run.timings"),
+        }
+        audit_row = AUDIT.encode(audit)
+
+        def work() -> RunRecord:
+            row = self._get(self._runs, RUN, run_id)
+            if row["state"] == "finished":
+                return RUN.from_row(row)
+            done: Row = {**changes, "finished_at": self._now}
+            row = self._update(self._runs, RUN, run_id, (str(row["state"]),), done)
+            self._append(self._audit, "audit_id", audit_row)
+            return RUN.from_row(row)
+
+        return await self._transact(work)
+
+    async def get_run(self, run_id: str, tenant_id: str) -> RunRecord | None:
+        def work() -> RunRecord | None:
+            row = self._runs.get(run_id)
+            return RUN.from_row(row) if row is not None and row["tenant_id"] == tenant_id else None
+
+        return await self._transact(work)
+
+    async def list_runs(
+        self, tenant_id: str, *, states: Sequence[str] | None = None, after: str | None = None, limit: int = 100
+    ) -> list[RunRecord]:
+        return await self._transact(
+            lambda: [RUN.from_row(row) for row in self._page(self._runs, RUN, tenant_id, states, after, limit)]
+        )
+
+    async def open_runs(self) -> list[RunRecord]:
+        def work() -> list[RunRecord]:
+            rows = [RUN.from_row(row) for row in self._runs.values() if row["state"] != "finished"]
+            return sorted(rows, key=lambda run: (run.created_at, run.run_id))
+
+        return await self._transact(work)
+
+    # -- sandboxes -------------------------------------------------------------------------------------------------------------
+    async def create_sandbox(
+        self, sandbox: SandboxRecord, event: EventRecord, audit: AuditRecord, idempotency: Idempotency | None = None
+    ) -> tuple[SandboxRecord, bool]:
+        row, event_row, audit_row = SANDBOX.encode(sandbox), EVENT.encode(event), AUDIT.encode(audit)
+
+        def work() -> tuple[SandboxRecord, bool]:
+            known = self._claim_key(idempotency, sandbox.sandbox_id)
+            if known is not None:
+                return SANDBOX.from_row(self._sandboxes[known]), False
+            self._insert(self._sandboxes, SANDBOX, row)
+            lease = LeaseRecord(sandbox.sandbox_id, None, 0, self._now, self._now, self._now)
+            self._put(self._leases, sandbox.sandbox_id, LEASE.encode(lease))
+            self._add_event(event_row, sandbox.sandbox_id, None, sandbox.state)
+            self._append(self._audit, "audit_id", audit_row)
+            return SANDBOX.from_row(row), True
+
+        return await self._transact(work)
+
+    def _add_event(self, event: Row, sandbox_id: str, old_state: str | None, new_state: str | None) -> int:
+        row: Row = {**event, "sandbox_id": sandbox_id}
+        row["old_state"] = row["old_state"] if row["old_state"] is not None else old_state
+        row["new_state"] = row["new_state"] if row["new_state"] is not None else new_state
+        return self._append(self._events, "event_id", row)
+
+    def _sandbox_and_lease(self, sandbox_id: str) -> tuple[SandboxRecord, LeaseRecord]:
+        row = self._get(self._sandboxes, SANDBOX, sandbox_id)
+        return SANDBOX.from_row(row), LEASE.from_row(self._leases[sandbox_id])
+
+    @staticmethod
+    def _check_fence(sandbox: SandboxRecord, lease: LeaseRecord, fence: Fence) -> None:
+        if (fence.incarnation, fence.token) != (sandbox.incarnation, lease.lease_version):
+            raise lease_lost(sandbox.sandbox_id, f"{fence} is not its fence")
+
+    async def commit_transition(self, transition: Transition) -> Committed:
+        step = encode_transition(transition)
+
+        def work() -> Committed:
+            old, lease = self._sandbox_and_lease(transition.sandbox_id)
+            if transition.expect_fence is not None:
+                self._check_fence(old, lease, transition.expect_fence)
+            if old.version != transition.expect_version:
+                raise conflict(f"sandbox {old.sandbox_id} is at version {old.version}", state=old.state)
+            check_monotone(old, step.changes)
+            row: Row = {**self._sandboxes[old.sandbox_id], **step.changes}
+            row.update(state=step.new_state, version=old.version + 1)
+            self._put(self._sandboxes, old.sandbox_id, row)
+            sandbox = SANDBOX.from_row(row)
+            if (change := transition.lease) is not None:
+                lease = changed_lease(self._now, lease, change.kind, change.owner, change.ttl_ms)
+                self._put(self._leases, old.sandbox_id, LEASE.encode(lease))
+            for instance in step.instances:
+                self._change_instance(instance, sandbox)
+            for command in step.commands:
+                self._get(self._sandboxes, SANDBOX, str(command["sandbox_id"]))
+                self._insert(self._commands, COMMAND, new_command(command, self._now))
+            if transition.end_execs is not None:
+                self._end_execs(old.sandbox_id, transition.end_execs)
+            event_id = self._add_event(step.event, old.sandbox_id, old.state, step.new_state)
+            if step.audit is not None:
+                self._append(self._audit, "audit_id", step.audit)
+            return Committed(sandbox, lease, event_id)
+
+        return await self._transact(work)
+
+    def _change_instance(self, change: InstanceStep, sandbox: SandboxRecord) -> None:
+        if change.record is not None:
+            self._insert(self._instances, INSTANCE, change.record)
+            self._check_one_bound(change.record)
+            return
+        row = self._get(self._instances, INSTANCE, change.instance_id)
+        check_move(INSTANCE.from_row(row), change.expect, change.state, sandbox.sandbox_id)
+        row = {**row, "state": change.state, "ref": change.ref if change.ref is not None else row["ref"]}
+        if change.state == "bound":
+            row.update(sandbox_id=sandbox.sandbox_id, incarnation=sandbox.incarnation)
+        self._put(self._instances, change.instance_id, row)
+        self._check_one_bound(row)
+
+    def _check_one_bound(self, row: Row) -> None:
+        if row["state"] != "bound":
+            return
+        bound = [r for r in self._instances.values() if r["state"] == "bound" and r["sandbox_id"] == row["sandbox_id"]]
+        if len(bound) > 1:
+            raise conflict(f"sandbox {row['sandbox_id']} has a bound instance already")
+
+    def _end_execs(self, sandbox_id: str, reason: str) -> None:
+        for exec_id, row in list(self._execs.items()):
+            if row["sandbox_id"] == sandbox_id and row["state"] in OPEN_EXEC:
+                why = row["cancel_requested"] if row["cancel_requested"] is not None else reason
+                version = int(row["version"] or 0) + 1
+                self._put(self._execs, exec_id, {**row, "cancel_requested": why, "version": version})
+
+    def _view(self, row: Row) -> SandboxView:
+        sandbox = SANDBOX.from_row(row)
+        mine = [
+            INSTANCE.from_row(r)
+            for r in self._instances.values()
+            if r["sandbox_id"] == sandbox.sandbox_id and r["state"] != "gone"
+        ]
+        mine.sort(key=lambda i: (i.state == "bound", i.born_at, i.incarnation, i.instance_id))
+        lease = LEASE.from_row(self._leases[sandbox.sandbox_id])
+        return SandboxView(sandbox, lease, mine[-1] if mine else None)
+
+    async def get_sandbox(self, sandbox_id: str, tenant_id: str | None) -> SandboxView | None:
+        def work() -> SandboxView | None:
+            row = self._sandboxes.get(sandbox_id)
+            return self._view(row) if row is not None and tenant_id in (None, row["tenant_id"]) else None
+
+        return await self._transact(work)
+
+    async def list_sandboxes(
+        self, tenant_id: str | None, *, states: Sequence[str] | None = None, after: str | None = None, limit: int = 100
+    ) -> list[SandboxView]:
+        return await self._transact(
+            lambda: [self._view(row) for row in self._page(self._sandboxes, SANDBOX, tenant_id, states, after, limit)]
+        )
+
+    async def history(self, sandbox_id: str, limit: int = 1000) -> list[EventRecord]:
+        """The newest `limit` events, oldest first."""
+
+        def work() -> list[EventRecord]:
+            rows = [EVENT.from_row(row) for row in self._events.values() if row["sandbox_id"] == sandbox_id]
+            return rows[max(0, len(rows) - page_size(limit)) :]
+
+        return await self._transact(work)
+
+    async def add_event(self, event: EventRecord) -> int:
+        row = EVENT.encode(event)
+
+        def work() -> int:
+            self._get(self._sandboxes, SANDBOX, event.sandbox_id)
+            return self._add_event(row, event.sandbox_id, None, None)
+
+        return await self._transact(work)
+
+    async def renew_lease(self, sandbox_id: str, owner: str, fence: Fence, ttl_ms: int) -> LeaseRecord:
+        check_ttl(ttl_ms)
+
+        def work() -> LeaseRecord:
+            sandbox, lease = self._sandbox_and_lease(sandbox_id)
+            self._check_fence(sandbox, lease, fence)
+            check_holder(lease, owner, self._now)
+            expires_at = renewed_expiry(lease.expires_at, self._now, ttl_ms)
+            if expires_at is None:
+                return lease
+            new = LeaseRecord(sandbox_id, owner, lease.lease_version, lease.acquired_at, self._now, expires_at)
+            self._put(self._leases, sandbox_id, LEASE.encode(new))
+            return new
+
+        return await self._transact(work)
+
+    # -- instances -------------------------------------------------------------------------------------------------------------
+    async def update_instance(
+        self, instance_id: str, *, expect_states: Sequence[str], state: str, ref: dict[str, Any] | None = None
+    ) -> InstanceRecord:
+        check_instance_state(state)
+        text = to_json(ref, "instance.ref") if ref is not None else None
+
+        def work() -> InstanceRecord:
+            row = self._get(self._instances, INSTANCE, instance_id)
+            old = INSTANCE.from_row(row)
+            check_move(old, expect_states, state, old.sandbox_id)
+            row = {**row, "state": state, "ref": text if text is not None else row["ref"]}
+            self._put(self._instances, instance_id, row)
+            self._check_one_bound(row)
+            return INSTANCE.from_row(row)
+
+        return await self._transact(work)
+
+    async def list_instances(self, node_id: str, *, states: Sequence[str] | None = None) -> list[InstanceRecord]:
+        def work() -> list[InstanceRecord]:
+            rows = [
+                INSTANCE.from_row(row)
+                for row in self._instances.values()
+                if row["node_id"] == node_id and (states is None or row["state"] in states)
+            ]
+            return sorted(rows, key=lambda i: (i.born_at, i.instance_id))
+
+        return await self._transact(work)
+
+    # -- execs -----------------------------------------------------------------------------------------------------------------
+    async def create_exec(
+        self, record: ExecRecord, fence: Fence, *, idempotency: Idempotency | None = None, tenant_id: str = "default"
+    ) -> tuple[ExecRecord, bool]:
+        row = EXEC.encode(record)
+
+        def work() -> tuple[ExecRecord, bool]:
+            sandbox, lease = self._sandbox_and_lease(record.sandbox_id)
+            if sandbox.tenant_id != tenant_id:
+                raise not_found("sandbox", record.sandbox_id)
+            known = self._claim_key(idempotency, record.exec_id)
+            if known is not None:
+                return EXEC.from_row(self._execs[known]), False
+            self._check_fence(sandbox, lease, fence)
+            new: Row = {**row, "state": "starting", "incarnation": fence.incarnation, "lease_version": fence.token}
+            self._insert(self._execs, EXEC, new)
+            return EXEC.from_row(new), True
+
+        return await self._transact(work)
+
+    async def update_exec(self, exec_id: str, *, expect_states: Sequence[str], changes: dict[str, Any]) -> ExecRecord:
+        encoded = EXEC.encode_changes(changes)
+        return await self._transact(
+            lambda: EXEC.from_row(self._update(self._execs, EXEC, exec_id, expect_states, encoded))
+        )
+
+    async def get_exec(self, exec_id: str, tenant_id: str | None) -> ExecRecord | None:
+        def work() -> ExecRecord | None:
+            row = self._execs.get(exec_id)
+            if row is None or tenant_id not in (None, self._sandboxes[row["sandbox_id"]]["tenant_id"]):
+                return None
+            return EXEC.from_row(row)
+
+        return await self._transact(work)
+
+    async def open_execs(self, sandbox_id: str | None = None) -> list[ExecRecord]:
+        return await self._transact(lambda: self._some_execs(sandbox_id, only_open=True))
+
+    async def list_execs(self, sandbox_id: str) -> list[ExecRecord]:
+        return await self._transact(lambda: self._some_execs(sandbox_id, only_open=False))
+
+    def _some_execs(self, sandbox_id: str | None, *, only_open: bool) -> list[ExecRecord]:
+        rows = [
+            EXEC.from_row(row)
+            for row in self._execs.values()
+            if (sandbox_id is None or row["sandbox_id"] == sandbox_id) and (not only_open or row["state"] in OPEN_EXEC)
+        ]
+        return sorted(rows, key=lambda e: (e.created_at, e.exec_id))
+
+    # -- commands --------------------------------------------------------------------------------------------------------------
+    async def lock_command(
+        self, worker: str, claim_ms: int, *, kinds: Sequence[str] | None = None
+    ) -> CommandRecord | None:
+        to_text(worker, "claimed_by")
+        check_ttl(claim_ms)
+
+        def work() -> CommandRecord | None:
+            for command_id, row in self._commands.items():
+                free = row["claimed_by"] is None or int(row["claim_until"] or 0) <= self._now
+                if row["done_at"] is None and free and (kinds is None or row["kind"] in kinds):
+                    locked: Row = {**row, "claimed_by": worker, "claim_until": self._now + claim_ms}
+                    locked["attempt"] = int(row["attempt"] or 0) + 1
+                    self._put(self._commands, command_id, locked)
+                    return COMMAND.from_row(locked)
+            return None
+
+        return await self._transact(work)
+
+    async def finish_command(self, command_id: str, worker: str, outcome: dict[str, Any]) -> bool:
+        """Only the worker whose claim it is may finish it, run out or not; False for everybody else."""
+        text = to_json(outcome, "sandbox_command.outcome")
+
+        def work() -> bool:
+            row = self._get(self._commands, COMMAND, command_id)
+            if row["done_at"] is not None or row["claimed_by"] != worker:
+                return False
+            self._put(self._commands, command_id, {**row, "done_at": self._now, "outcome": text})
+            return True
+
+        return await self._transact(work)
+
+    async def open_commands(self, sandbox_id: str | None = None) -> list[CommandRecord]:
+        return await self._transact(
+            lambda: [
+                COMMAND.from_row(row)
+                for row in self._commands.values()
+                if row["done_at"] is None and sandbox_id in (None, row["sandbox_id"])
+            ]
+        )
+
+    # -- audit -----------------------------------------------------------------------------------------------------------------
+    async def add_audit(self, audit: AuditRecord) -> int:
+        row = AUDIT.encode(audit)
+        return await self._transact(lambda: self._append(self._audit, "audit_id", row))
+
+    async def list_audit(self, tenant_id: str, *, subject: str | None = None, limit: int = 1000) -> list[AuditRecord]:
+        """The newest `limit` rows, oldest first."""
+
+        def work() -> list[AuditRecord]:
+            rows = [
+                AUDIT.from_row(row)
+                for row in self._audit.values()
+                if row["tenant_id"] == tenant_id and subject in (None, row["subject"])
+            ]
+            return rows[max(0, len(rows) - page_size(limit)) :]
+
+        return await self._transact(work)

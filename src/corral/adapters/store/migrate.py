@@ -1,0 +1,150 @@
+"""The schema's version: look without Alembic, make the tables with it.
+
+`ensure` is what the store calls: one plain query when the database is current. Only an empty database costs the import of Alembic
+(about a second). Making it is one transaction under a file lock: of many processes one does it, and a killed one leaves it empty.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from corral import faults
+from corral.errors import CorralError
+
+REVISIONS = ("0001_pre",)
+"""All revisions, oldest first; the last one is what this version speaks. A test compares them with Alembic's own list."""
+
+HEAD = REVISIONS[-1]
+_LOCK_WAIT_S = 60.0
+
+
+def ensure(path: Path) -> None:
+    """Make the tables of an empty (or absent) database; `store_error` (not retryable) for another version or a foreign file."""
+    if version(path) == HEAD:
+        return
+    with _lock(path):
+        found = version(path)
+        if found is None:
+            _create(path)
+        elif found != HEAD:
+            raise _refusal(path, found)
+
+
+def version(path: Path) -> str | None:
+    """The revision that the database has, None if it is empty. Raises `store_error` if it is no database of ours."""
+    try:
+        if path.stat().st_size == 0:
+            return None
+    except FileNotFoundError:
+        return None
+    try:
+        connection = sqlite3.connect(path, timeout=30.0, isolation_level=None)
+        try:
+            tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            if not tables:
+                return None
+            if ("alembic_version",) not in tables:
+                raise _foreign(path, "it has tables, but none that says its version")
+            rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+        finally:
+            connection.close()
+    except sqlite3.OperationalError as error:
+        raise CorralError("store_error", f"{path} cannot be read: {error}") from error
+    except sqlite3.DatabaseError as error:
+        raise _foreign(path, str(error)) from error
+    if len(rows) != 1:
+        raise _foreign(path, f"it names {len(rows)} versions")
+    return str(rows[0][0])
+
+
+def _foreign(path: Path, why: str) -> CorralError:
+    return CorralError(
+        "store_error",
+        f"{path} is not a database of Corral: {why}",
+        hint="move the file away or choose another CORRAL_STATE_DIR",
+        retryable=False,
+    )
+
+
+def _refusal(path: Path, found: str) -> CorralError:
+    if found in REVISIONS:
+        return CorralError(
+            "store_error",
+            f"{path} is of the older version {found}; this Corral needs {HEAD}",
+            hint="keep a copy of the file, then upgrade it with Alembic, or choose another CORRAL_STATE_DIR",
+            retryable=False,
+        )
+    return CorralError(
+        "store_error",
+        f"{path} is of version {found}, which this Corral ({HEAD}) does not know; a newer one made it",
+        hint="use the newer Corral, or choose another CORRAL_STATE_DIR",
+        retryable=False,
+    )
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold the lock file beside the database. It stays there: removing a lock file races with those who wait on it."""
+    descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise CorralError(
+                        "store_error", f"another process has been preparing {path} for {_LOCK_WAIT_S:.0f} s"
+                    ) from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _create(path: Path) -> None:
+    # Made by us first: SQLite would give it the umask's mode, and the files beside it take theirs from it.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    connection = sqlite3.connect(path, timeout=30.0, isolation_level=None)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")  # is kept in the file; not possible inside a transaction
+    finally:
+        connection.close()
+    run_alembic(path)
+
+
+def run_alembic(path: Path, revision: str = "head") -> None:
+    """Bring the database to `revision` in one transaction. The caller sees to it that nobody else does the same."""
+    import sqlalchemy
+    from alembic import command
+    from alembic.config import Config
+
+    def connect() -> sqlite3.Connection:
+        # Autocommit, so that the driver does not end our transaction around DDL, as it does by default.
+        return sqlite3.connect(path, timeout=30.0, isolation_level=None)
+
+    engine = sqlalchemy.create_engine("sqlite://", creator=connect, poolclass=sqlalchemy.pool.NullPool)
+
+    def begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    sqlalchemy.event.listen(engine, "begin", begin)
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    try:
+        with engine.begin() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, revision)
+            faults.point("store.migrate.before")
+    except sqlalchemy.exc.SQLAlchemyError as error:
+        raise CorralError("store_error", f"the tables in {path} cannot be made: {error}") from error
+    finally:
+        engine.dispose()
