@@ -3,101 +3,117 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
+from corral.channel.answers import (
+    ChannelLimits,
+    Data,
+    Ended,
+    ExecFailure,
+    ExecStatus,
+    GuestHello,
+    KillReport,
+    Stream,
+    Violation,
+    check_error,
+    check_hello,
+    check_input,
+    check_kill,
+    check_numbers,
+    check_status,
+)
 from corral.domain.fence import Fence
+from corral.errors import CorralError
+from corral.guest import protocol
 
-Stream = Literal["stdout", "stderr"]
+__all__ = ["ChannelLimits", "Data", "Ended", "ExecFailure", "ExecStatus", "GuestClient", "GuestHello", "KillReport"]
 
-
-@dataclass(frozen=True)
-class ChannelLimits:
-    """What the host gives one guest before it calls it lost. Sizes in bytes, times in seconds."""
-
-    max_frame: int = 128 * 1024
-    max_control: int = 64 * 1024
-    max_window: int = 2 * 1024 * 1024 + 128 * 1024
-    max_buffer: int = 8 * 1024 * 1024
-    events_per_s: float = 2000.0
-    request_s: float = 15.0
-    connect_s: float = 15.0
-    keepalive_s: float = 20.0
+_MERGE_ABOVE = 512
+_ACK_EVERY = 64 * 1024
+_KILL_S = 12.0
+"""What the guest itself may need to find that something survives a kill, beyond the grace."""
 
 
-class ExecFailure(TypedDict):
-    """Why the main program never ran: `what` in argv | cwd | user | platform; `errno` symbolic."""
+class _Attached:
+    """One exec that is being followed: what came and was not taken yet."""
 
-    what: str
-    errno: str
-    message: str
+    def __init__(self, number: int, exec_id: str, streams: dict[Stream, int], offsets: dict[Stream, int]) -> None:
+        self.number = number
+        self.exec_id = exec_id
+        self.streams = streams
+        self.next = dict(offsets)
+        self.taken = dict(offsets)
+        self.acked = dict(offsets)
+        self.queue: deque[tuple[Stream, int, int, bytearray]] = deque()
+        self.news = asyncio.Event()
+        self.ended: ExecStatus | None = None
+        self.leaving = False
 
-
-class ExecStatus(TypedDict):
-    """What the guest says about one exec. Validated in shape, never in truth.
-
-    `state`: `unknown` (never started, never will have been) | `starting` | `running` | `ended` | `failed` (never started, see
-    `failure`) | `lost` (its supervisor was killed; its processes were ended). `started` None = cannot be known.
-    Exactly one of `exit_code` 0-255 and `signal` is set when the end of main was seen. Times are the guest's monotonic milliseconds.
-    `ended_by`: None | `timeout` (own backup) | `kill` | `fence` | `deadline`. `offsets` = bytes produced per stream.
-    `already` is True in the answer to a second start.
-    """
-
-    exec_id: str
-    state: str
-    started: bool | None
-    exit_code: int | None
-    signal: int | None
-    failure: ExecFailure | None
-    started_ms: int | None
-    ended_ms: int | None
-    utime_ms: int | None
-    stime_ms: int | None
-    maxrss_kib: int | None
-    ended_by: str | None
-    killed: int
-    killed_all: bool
-    background: int
-    offsets: dict[str, int]
-    already: bool
-
-
-class KillReport(TypedDict):
-    """`killed_all` False = something outlived the kill; `killed` = processes that got KILL."""
-
-    killed_all: bool
-    killed: int
-
-
-@dataclass(frozen=True)
-class GuestHello:
-    """What the guest said about itself at connect. `capabilities`: subreaper pidfd change_uid landlock same_uid pid1."""
-
-    protocol: int
-    guest_version: str
-    instance_id: str
-    capabilities: dict[str, int]
-    identified: bool
-    floor: Fence
+    def add(self, name: Stream, offset: int, t_ms: int, data: bytes, window: int) -> None:
+        if offset != self.next[name]:
+            raise Violation("output at a wrong offset")
+        if self.ended is not None:
+            raise Violation("output after the end")
+        self.next[name] = offset + len(data)
+        if self.leaving:
+            # Sent before the guest knew that nobody wants it; no more than it may have had on the way.
+            if self.next[name] - self.acked[name] > window:
+                raise Violation("more output than the window allows")
+            return
+        if self.next[name] - self.acked[name] > window:
+            raise Violation("more output than the window allows")
+        if self.queue:
+            last_name, _, last_ms, last = self.queue[-1]
+            # Tiny frames are merged so that their number costs no memory.
+            if (
+                last_name == name
+                and (last_ms == t_ms or len(self.queue) >= _MERGE_ABOVE)
+                and len(last) + len(data) <= protocol.MAX_DATA
+            ):
+                last += data
+                self.news.set()
+                return
+        if len(self.queue) >= 4 * _MERGE_ABOVE:
+            raise Violation("more pieces of output than are reasonable")
+        self.queue.append((name, offset, t_ms, bytearray(data)))
+        self.news.set()
 
 
-@dataclass(frozen=True)
-class Data:
-    """Bytes of one stream from `offset`; `t_ms` since the start of the exec. Acknowledged when the consumer asks for the next one."""
+class _Input:
+    """Standard input of one exec: how much was sent and taken."""
 
-    stream: Stream
-    offset: int
-    data: bytes
-    t_ms: int
+    def __init__(self, offset: int, written: int, open_: bool) -> None:
+        self.sent = offset
+        self.written = written
+        self.open = open_
+        self.lock = asyncio.Lock()
+        self.moved = asyncio.Event()
+
+    def reads(self) -> bool:
+        return self.open
+
+    def take(self, written: int, open_: bool) -> None:
+        if written > self.sent or written < self.written:
+            raise Violation("the program took more input than there was")
+        self.written = written
+        self.open = self.open and open_
+        self.moved.set()
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Last item of `attach`: every byte before it was delivered."""
+class _Wire(asyncio.Protocol):
+    def __init__(self, client: GuestClient) -> None:
+        self.client = client
 
-    status: ExecStatus
+    def data_received(self, data: bytes) -> None:
+        self.client._arrived(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.client._lose("the connection to the guest ended" if error is None else f"the connection failed: {error}")
 
 
 class GuestClient:
@@ -110,6 +126,33 @@ class GuestClient:
     hello: GuestHello
     closed: asyncio.Event
 
+    def __init__(self, limits: ChannelLimits) -> None:
+        self.limits = limits
+        self.closed = asyncio.Event()
+        self.lost_reason: str | None = None
+        self._decoder = protocol.Decoder(
+            {
+                protocol.HELLO: limits.max_control,
+                protocol.REPLY: limits.max_control,
+                protocol.EVENT: limits.max_control,
+                protocol.DATA: protocol.DATA_SIZE + limits.max_frame,
+            }
+        )
+        self._transport: asyncio.Transport | None = None
+        self._greeting: asyncio.Future[dict[str, Any]] | None = None
+        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._abandoned: set[int] = set()
+        self._number = 0
+        self._stream_number = 0
+        self._attached: dict[int, _Attached] = {}
+        self._streams: dict[int, tuple[_Attached, Stream]] = {}
+        self._inputs: dict[str, _Input] = {}
+        self._budget = limits.frames_per_s / 4
+        self._budget_at = time.monotonic()
+        self._last_seen = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- connection --------------------------------------------------------------------------------------------------------------
     @classmethod
     async def connect(
         cls,
@@ -118,14 +161,229 @@ class GuestClient:
         limits: ChannelLimits | None = None,
         role: str = "node",
     ) -> GuestClient:
-        """Say hello over a connected unix stream socket (or what the connector answers); the older connections are closed by the guest."""
-        ...
+        """Say hello over a connected unix stream socket (or what the connector answers); the guest closes older connections."""
+        self = cls(limits or ChannelLimits())
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.limits.connect_s):
+                if isinstance(sock_or_connector, socket.socket):
+                    sock = sock_or_connector
+                else:
+                    sock = await sock_or_connector()
+                sock.setblocking(False)
+                self._greeting = loop.create_future()
+                transport, _ = await loop.create_unix_connection(lambda: _Wire(self), sock=sock)
+                self._transport = transport
+                hello = {"versions": [protocol.OLDEST, protocol.VERSION], "role": role}
+                self._send(protocol.control(protocol.HELLO, hello))
+                self.hello = check_hello(await self._greeting)
+        except TimeoutError:
+            self._lose("the guest did not say hello in time")
+            raise self._error() from None
+        except Violation as error:
+            self._lose(f"the guest's hello: {error}")
+            raise self._error() from None
+        except OSError as error:
+            self._lose(f"the guest cannot be reached: {error}")
+            raise self._error() from None
+        except BaseException:
+            self._lose("given up")
+            raise
+        self._spawn(self._keep_alive())
+        return self
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Let go; the sandbox lives on. Idempotent."""
+        self._lose("closed by us")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def identify(self, sandbox_id: str, fence: Fence, *, now: float, entropy: bytes) -> None: ...
+    def _error(self) -> CorralError:
+        return CorralError("guest_lost", self.lost_reason or "the guest does not answer")
 
-    async def fence(self, fence: Fence, mode: Literal["kill", "adopt"]) -> None: ...
+    def _lose(self, reason: str) -> None:
+        """The one way out: from here on every call fails and nothing is held."""
+        if self.lost_reason is not None:
+            return
+        self.lost_reason = reason
+        if self._transport is not None:
+            self._transport.abort()
+        for future in [*self._pending.values(), *([self._greeting] if self._greeting else [])]:
+            if not future.done():
+                future.set_exception(self._error())
+                future.exception()  # nobody may be waiting any more
+        self._pending.clear()
+        self._streams.clear()
+        for attached in self._attached.values():
+            attached.news.set()
+        for taken in self._inputs.values():
+            taken.moved.set()
+        self.closed.set()
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep_alive(self) -> None:
+        half = self.limits.keepalive_s / 2
+        with contextlib.suppress(CorralError):
+            while not self.closed.is_set():
+                await asyncio.sleep(half)
+                if self._attached and time.monotonic() - self._last_seen > half:
+                    await self.ping()
+
+    # -- frames ------------------------------------------------------------------------------------------------------------------
+    def _send(self, frame: bytes) -> None:
+        transport = self._transport
+        if transport is None or self.lost_reason is not None:
+            raise self._error()
+        transport.write(frame)
+        if transport.get_write_buffer_size() > self.limits.max_buffer:
+            self._lose("the guest does not read")
+            raise self._error()
+
+    def _arrived(self, data: bytes) -> None:
+        if self.lost_reason is not None:
+            return
+        self._last_seen = time.monotonic()
+        try:
+            frames = self._decoder.feed(data)
+            for kind, payload in frames:
+                self._frame(kind, payload)
+        except (protocol.ProtocolError, Violation) as error:
+            self._lose(f"the guest broke the protocol: {error}")
+            return
+        self._throttle(len(frames))
+
+    def _throttle(self, count: int) -> None:
+        now = time.monotonic()
+        rate = self.limits.frames_per_s
+        self._budget = min(rate / 4, self._budget + (now - self._budget_at) * rate) - count
+        self._budget_at = now
+        if self._budget < 0 and self._transport is not None and self.lost_reason is None:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_later(min(2.0, -self._budget / rate), self._resume)
+
+    def _resume(self) -> None:
+        if self._transport is not None and self.lost_reason is None:
+            self._transport.resume_reading()
+
+    def _frame(self, kind: int, payload: bytes) -> None:
+        if kind == protocol.HELLO:
+            if self._greeting is None or self._greeting.done():
+                raise Violation("a second hello")
+            self._greeting.set_result(protocol.loads(payload))
+        elif self._greeting is None or not self._greeting.done():
+            raise Violation("no hello")
+        elif kind == protocol.DATA:
+            stream, offset, t_ms, data = protocol.split_data(payload)
+            known = self._streams.get(stream)
+            if known is None:
+                raise Violation("output that nobody asked for")
+            known[0].add(known[1], offset, t_ms, data, self.limits.max_window)
+        elif kind == protocol.REPLY:
+            self._reply(protocol.loads(payload))
+        else:
+            self._event(protocol.loads(payload))
+
+    def _reply(self, reply: dict[str, Any]) -> None:
+        number = reply.get("id")
+        if type(number) is not int:
+            raise Violation("a reply without a number")
+        if number in self._abandoned:
+            self._abandoned.discard(number)
+            return
+        future = self._pending.pop(number, None)
+        if future is None:
+            raise Violation("a reply to nothing")
+        if future.done():
+            return
+        answer, error = reply.get("ok"), reply.get("error")
+        if type(answer) is dict and error is None:
+            future.set_result(answer)
+        elif type(error) is dict and answer is None:
+            code, detail, field = check_error(error)
+            future.set_exception(CorralError(code, f"the guest refused: {detail}", field=field))
+        else:
+            raise Violation("a reply that says neither yes nor no")
+
+    def _event(self, event: dict[str, Any]) -> None:
+        if event.get("event") == "ended":
+            number, status = event.get("attach"), event.get("status")
+            attached = self._attached.get(number) if type(number) is int else None
+            if attached is None or attached.ended is not None or type(status) is not dict:
+                raise Violation("an end that nobody waits for")
+            told = check_status(status, attached.exec_id)
+            if told["state"] not in ("ended", "failed", "lost"):
+                raise Violation("an end that is none")
+            if any(told["offsets"].get(name, 0) != offset for name, offset in attached.next.items()):
+                raise Violation("an end before the end of the output")
+            attached.ended = told
+            attached.news.set()
+        elif event.get("event") == "stdin":
+            exec_id = event.get("exec_id")
+            taken = self._inputs.get(exec_id) if type(exec_id) is str else None
+            if taken is None:
+                raise Violation("news of an input that nobody sent")
+            taken.take(*check_input(event))
+        else:
+            raise Violation("an unknown event")
+
+    # -- requests ----------------------------------------------------------------------------------------------------------------
+    async def _request(
+        self,
+        operation: str,
+        values: Mapping[str, Any] | None = None,
+        *,
+        fence: Fence | None = None,
+        patience: float = 0.0,
+        payload: bytes | memoryview | None = None,
+    ) -> dict[str, Any]:
+        """One question, one answer. Silence beyond the limit loses the guest; a cancelled caller only loses the answer."""
+        self._number += 1
+        number = self._number
+        request: dict[str, Any] = {"id": number, "op": operation, **(values or {})}
+        if fence is not None:
+            request["fence"] = [fence.incarnation, fence.token]
+        frame = (
+            protocol.control(protocol.REQUEST, request) if payload is None else protocol.input_frame(request, payload)
+        )
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
+        try:
+            self._send(frame)
+            async with asyncio.timeout(self.limits.request_s + patience):
+                return await future
+        except TimeoutError:
+            self._lose(f"the guest did not answer {operation} in time")
+            raise self._error() from None
+        except asyncio.CancelledError:
+            if self._pending.pop(number, None) is not None and len(self._abandoned) < 10_000:
+                self._abandoned.add(number)
+            raise
+        finally:
+            self._pending.pop(number, None)
+
+    def _checked(self, check: Callable[..., Any], *values: Any) -> Any:
+        try:
+            return check(*values)
+        except Violation as error:
+            self._lose(f"the guest broke the protocol: {error}")
+            raise self._error() from None
+
+    async def identify(self, sandbox_id: str, fence: Fence, *, now: float, entropy: bytes) -> None:
+        """Tell the guest whose it is; before this it serves nothing. Again after a restore, with a higher incarnation."""
+        values = {"sandbox": sandbox_id, "now": now, "entropy": entropy.hex()}
+        await self._request("identify", values, fence=fence)
+
+    async def fence(self, fence: Fence, mode: Literal["kill", "adopt"]) -> KillReport:
+        """Raise the guest's floor; with `kill` no exec of an older fence lives on when this returns."""
+        patience = _KILL_S if mode == "kill" else 0.0
+        answer = await self._request("fence", {"mode": mode}, fence=fence, patience=patience)
+        report: KillReport = self._checked(check_kill, answer)
+        return report
 
     async def start_exec(self, spec: Mapping[str, Any], *, fence: Fence) -> ExecStatus:
         """At most once by `spec["exec_id"]`. Returns once main runs or certainly does not (`state == "failed"`).
@@ -134,38 +392,176 @@ class GuestClient:
         eof), pty [rows, cols] | None, umask (0o022), timeout_s? (backup), grace_s (2), rlimits {nofile, core, fsize, data, nproc, stack,
         cpu}, background "keep"|"kill" (keep), nice (5), oom_score_adj (500), seccomp bool (True).
         """
-        ...
+        answer = await self._request("exec.start", {"spec": dict(spec)}, fence=fence)
+        status: ExecStatus = self._checked(check_status, answer, spec["exec_id"])
+        return status
 
-    async def exec_status(self, exec_id: str) -> ExecStatus: ...
+    async def exec_status(self, exec_id: str) -> ExecStatus:
+        """What the guest knows of it; state `unknown` = it never started."""
+        answer = await self._request("exec.status", {"exec_id": exec_id})
+        status: ExecStatus = self._checked(check_status, answer, exec_id)
+        return status
 
-    def attach(self, exec_id: str, offsets: Mapping[str, int] | None = None) -> AsyncIterator[Data | Ended]:
-        """Output from the offsets on, then `Ended`. Bytes are acknowledged (dropped by the guest) as the consumer takes them."""
-        ...
+    async def attach(self, exec_id: str, offsets: Mapping[str, int] | None = None) -> AsyncIterator[Data | Ended]:
+        """Output from the offsets on, then `Ended`. Bytes are acknowledged (dropped by the guest) as the consumer takes them.
 
-    async def stdin(self, exec_id: str, data: bytes, eof: bool = False, *, fence: Fence) -> bool:
-        """Hand over all of `data`, waiting while the program does not read. False = the program no longer reads."""
-        ...
+        One follower per exec: a later `attach` (of this or another connection) takes over, and this one waits for nothing.
+        """
+        names: tuple[Stream, ...] = ("stdout", "stderr")
+        begin: dict[Stream, int] = {name: (offsets or {}).get(name, 0) for name in names}
+        self._stream_number += 2
+        numbers: dict[Stream, int] = {"stdout": self._stream_number, "stderr": self._stream_number + 1}
+        attached = _Attached(self._stream_number, exec_id, numbers, begin)
+        self._attached[attached.number] = attached
+        for name, number in numbers.items():
+            self._streams[number] = (attached, name)
+        values = {"exec_id": exec_id, "attach": attached.number, "streams": numbers, "offsets": begin}
+        try:
+            self._checked(check_status, await self._request("exec.attach", values), exec_id)
+            while True:
+                while attached.queue:
+                    name, offset, t_ms, data = attached.queue.popleft()
+                    yield Data(name, offset, bytes(data), t_ms)
+                    attached.taken[name] = offset + len(data)
+                    self._acknowledge(attached, name, _ACK_EVERY)
+                if attached.ended is not None:
+                    for name in names:
+                        self._acknowledge(attached, name, 1)
+                    yield Ended(attached.ended)
+                    return
+                if self.lost_reason is not None:
+                    raise self._error()
+                attached.news.clear()
+                await attached.news.wait()
+        finally:
+            self._leave(attached)
 
-    async def signal(self, exec_id: str, signal: int, *, fence: Fence, tree: bool = False) -> None: ...
+    def _acknowledge(self, attached: _Attached, name: Stream, least: int) -> None:
+        if attached.taken[name] - attached.acked[name] >= least and self.lost_reason is None:
+            self._send(protocol.ack_frame(attached.streams[name], attached.taken[name]))
+            attached.acked[name] = attached.taken[name]
 
-    async def resize(self, exec_id: str, rows: int, cols: int, *, fence: Fence) -> None: ...
+    def _leave(self, attached: _Attached) -> None:
+        attached.queue.clear()
+        if attached.ended is not None or self.lost_reason is not None:
+            self._forget(attached)
+        else:
+            attached.leaving = True
+            self._spawn(self._detach(attached))
 
-    async def kill_exec(self, exec_id: str, grace_s: float, *, fence: Fence) -> KillReport: ...
+    async def _detach(self, attached: _Attached) -> None:
+        try:
+            with contextlib.suppress(CorralError):
+                for name in attached.streams:
+                    self._acknowledge(attached, name, 1)
+                await self._request("exec.detach", {"attach": attached.number})
+        finally:
+            self._forget(attached)
+
+    def _forget(self, attached: _Attached) -> None:
+        self._attached.pop(attached.number, None)
+        for number in attached.streams.values():
+            self._streams.pop(number, None)
+
+    async def stdin(
+        self, exec_id: str, data: bytes, eof: bool = False, *, fence: Fence, offset: int | None = None
+    ) -> bool:
+        """Hand over all of `data`, waiting while the program does not read. False = the program no longer reads.
+
+        `offset` places the data absolutely (bytes that the guest has already are skipped); without it the data follows what was sent.
+        """
+        taken = self._inputs.get(exec_id)
+        if taken is None:
+            status = await self.exec_status(exec_id)
+            known = status["stdin"]
+            if known is None:
+                if status["state"] == "unknown":
+                    raise CorralError("not_found", "no such exec inside", field="exec_id")
+                return False
+            taken = self._inputs.setdefault(
+                exec_id, _Input(known.get("received", 0), known.get("written", 0), bool(known.get("open", 0)))
+            )
+        async with taken.lock:
+            if offset is not None:
+                skip = taken.sent - offset
+                if skip < 0:
+                    raise CorralError("bad_request", f"standard input continues at {taken.sent}", field="offset")
+                data = data[skip:]
+            try:
+                return await self._feed(exec_id, taken, memoryview(data), eof, fence)
+            finally:
+                if not taken.reads():
+                    self._inputs.pop(exec_id, None)
+
+    async def _feed(self, exec_id: str, taken: _Input, rest: memoryview, eof: bool, fence: Fence) -> bool:
+        while taken.reads():
+            piece = _piece(rest)
+            while (
+                taken.reads()
+                and self.lost_reason is None
+                and taken.sent - taken.written + len(piece) > protocol.INPUT_WINDOW
+            ):
+                taken.moved.clear()
+                await taken.moved.wait()
+            if not taken.reads():
+                return False
+            last = len(piece) == len(rest)
+            values = {"exec_id": exec_id, "offset": taken.sent, "eof": eof and last}
+            taken.sent += len(piece)
+            answer = await self._request("exec.stdin", values, fence=fence, payload=piece)
+            open_: bool = self._checked(check_input, answer)[1]
+            if eof and last:
+                return True
+            if not open_:
+                taken.open = False
+                return False
+            rest = rest[len(piece) :]
+            if not rest:
+                return True
+        return False
+
+    async def signal(self, exec_id: str, signal: int, *, fence: Fence, tree: bool = False) -> None:
+        """To the main program, or with `tree` to every process of the exec."""
+        await self._request("exec.signal", {"exec_id": exec_id, "signal": signal, "tree": tree}, fence=fence)
+
+    async def resize(self, exec_id: str, rows: int, cols: int, *, fence: Fence) -> None:
+        """New size of the exec's terminal."""
+        await self._request("exec.resize", {"exec_id": exec_id, "rows": rows, "cols": cols}, fence=fence)
+
+    async def kill_exec(self, exec_id: str, grace_s: float, *, fence: Fence) -> KillReport:
+        """TERM to the whole tree, the grace, then rounds of KILL until none is left. Also for what an ended exec left behind."""
+        values = {"exec_id": exec_id, "grace_s": grace_s}
+        answer = await self._request("exec.kill", values, fence=fence, patience=grace_s + _KILL_S)
+        report: KillReport = self._checked(check_kill, answer)
+        return report
 
     async def kill_all(self, *, fence: Fence) -> KillReport:
         """End every process inside but the guest."""
-        ...
+        report: KillReport = self._checked(check_kill, await self._request("kill_all", fence=fence, patience=_KILL_S))
+        return report
 
-    async def usage(self) -> dict[str, int]: ...
+    async def usage(self) -> dict[str, int]:
+        """processes, rss_bytes, execs, known_execs, uptime_ms: a convenience, not a measurement."""
+        numbers: dict[str, int] = self._checked(check_numbers, await self._request("usage"))
+        return numbers
 
     async def extend_deadline(self, seconds: float, *, fence: Fence) -> None:
         """The dead man's switch now fires `seconds` from now."""
-        ...
+        await self._request("deadline", {"seconds": seconds}, fence=fence)
 
     async def ping(self) -> float:
         """Round trip in seconds."""
-        ...
+        begun = time.monotonic()
+        await self._request("ping")
+        return time.monotonic() - begun
 
     async def shutdown(self, *, fence: Fence) -> None:
         """Ask PID 1 to end everything and exit."""
-        ...
+        await self._request("shutdown", fence=fence)
+
+
+def _piece(rest: memoryview) -> memoryview:
+    """At most one frame's worth, never with the resync mark inside a frame."""
+    piece = rest[: protocol.MAX_DATA]
+    at = bytes(piece).find(protocol.MAGIC)
+    return piece if at < 0 else rest[: at + 8]

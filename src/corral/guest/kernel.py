@@ -1,0 +1,73 @@
+"""System calls that the standard library lacks, through `_ctypes` itself: the `ctypes` package would cost 4 ms of start."""
+
+from __future__ import annotations
+
+import _ctypes
+import _struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_library: Any = _ctypes.dlopen(None, 0)  # type: ignore[arg-type,unused-ignore]
+_prctl = _ctypes.dlsym(_library, "prctl")
+_syscall = _ctypes.dlsym(_library, "syscall")
+
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+PR_SET_CHILD_SUBREAPER = 36
+PR_CAP_AMBIENT = 47
+CAP_KILL, CAP_SETGID, CAP_SETUID = 5, 6, 7
+
+
+def _call(address: int, *arguments: Any) -> int:
+    return int(_ctypes.call_function(address, arguments))  # type: ignore[attr-defined,unused-ignore]
+
+
+def prctl(option: int, value: int = 0, more: Any = 0) -> int:
+    return _call(_prctl, option, value, more, 0, 0)
+
+
+def set_dumpable(on: bool) -> None:
+    prctl(PR_SET_DUMPABLE, 1 if on else 0)
+
+
+def become_subreaper() -> bool:
+    return prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+
+
+def no_new_privileges() -> None:
+    if prctl(PR_SET_NO_NEW_PRIVS, 1) != 0:
+        raise OSError(1, "no_new_privs")
+
+
+def clear_ambient() -> None:
+    prctl(PR_CAP_AMBIENT, 4)
+
+
+class Filter:
+    """A classic BPF program, at a fixed address so that children of a fork can install it without any work."""
+
+    def __init__(self, program: bytes) -> None:
+        if not program or len(program) % 8:
+            raise ValueError("the seccomp filter is not a BPF program")
+        char: Any = type("c_char", (_ctypes._SimpleCData,), {"_type_": "c"})
+        self._memory: Any = (char * len(program)).from_buffer_copy(program)
+        self._head = _struct.pack("@HP", len(program) // 8, _ctypes.addressof(self._memory))
+
+    def install(self) -> None:
+        if prctl(PR_SET_SECCOMP, 2, self._head) != 0:
+            raise OSError(22, "the seccomp filter was refused")
+
+
+def landlock_abi() -> int:
+    """0 where the kernel has none."""
+    return max(0, _call(_syscall, 444, 0, 0, 1))
+
+
+def landlock_confine_signals() -> None:
+    """From now on this process and its children may signal only each other (ABI 6)."""
+    ruleset = _call(_syscall, 444, _struct.pack("=QQQ", 0, 0, 2), 24, 0)
+    if ruleset < 0 or _call(_syscall, 446, ruleset, 0) != 0:
+        raise OSError(1, "landlock")

@@ -1,0 +1,644 @@
+"""PID 1 of a sandbox: serves the control socket, reaps, and ends everything at its deadline.
+
+Nothing that it says is trusted outside. Inside it holds these lines: what is not fenced by the current owner is refused, code starts
+at most once per exec id, and no process outlives its exec's kill, its supervisor or the deadline.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # `signal` itself would import enum
+import _socket
+import gc
+import os
+import time
+
+from corral.guest import kernel, loop, processes, protocol
+from corral.guest.connections import MAX_QUEUED, Attachment, Connection
+from corral.guest.execs import Exec, Runner
+from corral.guest.requests import Defaults, Refusal, integer_of, seconds_of, window_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+
+FIRST_CONNECTION_S = 15.0
+END_PATIENCE_S = 5.0
+
+
+class Options:
+    """The command line."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.instance = ""
+        self.installation = ""
+        self.same_uid = False
+        self.exec_uid = 1000
+        self.exec_gid = 1000
+        self.deadline: float | None = None
+        self.seccomp = "none"
+        self.control_fd = -1
+        self.fifo = False
+        self.unsafe_dumpable = False
+        self.unsafe_no_landlock = False
+        rest = list(arguments)
+        while rest:
+            word = rest.pop(0)
+            if word == "--same-uid":
+                self.same_uid = True
+            elif word == "--control-fifo":
+                self.fifo = True
+            elif word == "--unsafe-dumpable":
+                self.unsafe_dumpable = True
+            elif word == "--unsafe-no-landlock":
+                self.unsafe_no_landlock = True
+            elif not rest:
+                _fail(f"unknown or incomplete option {word}")
+            else:
+                self._take(word, rest.pop(0))
+        if self.control_fd < 0 and not self.fifo:
+            _fail("--control-fd is missing")
+
+    def _take(self, word: str, value: str) -> None:
+        if word == "--instance":
+            self.instance = value
+        elif word == "--installation":
+            self.installation = value
+        elif word == "--exec-uid":
+            self.exec_uid = int(value)
+        elif word == "--exec-gid":
+            self.exec_gid = int(value)
+        elif word == "--deadline":
+            self.deadline = float(value)
+        elif word == "--seccomp-exec":
+            self.seccomp = value
+        elif word == "--control-fd":
+            self.control_fd = int(value)
+        else:
+            _fail(f"unknown option {word}")
+
+
+def _fail(message: str) -> NoReturn:
+    os.write(2, f"corral guest: {message}\n".encode("utf-8", "replace"))
+    os._exit(2)
+
+
+class Guest:
+    """The state of PID 1."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.loop = loop.Loop()
+        self.begun = time.monotonic()
+        self.deadline = None if options.deadline is None else self.begun + options.deadline
+        self.seen_client = False
+        self.connections: list[Connection] = []
+        self.incarnation = 0
+        self.floor = (0, 0)
+        self.sandbox = ""
+        self.exited: dict[int, int] = {}
+        self.orphans: dict[int, int] = {}
+        self.stop = False
+        self.operations: dict[str, tuple[Callable[[Connection, int, dict[str, Any]], Any], str]] = {
+            # name -> (method, who may: "any" before identify, "read" without a fence, "fenced")
+            "ping": (self._ping, "any"),
+            "identify": (self._identify, "any"),
+            "usage": (self._usage, "read"),
+            "exec.status": (self._status, "read"),
+            "exec.attach": (self._attach, "read"),
+            "exec.detach": (self._detach, "read"),
+            "fence": (self._fence, "fenced"),
+            "exec.start": (self._start, "fenced"),
+            "exec.signal": (self._signal, "fenced"),
+            "exec.resize": (self._resize, "fenced"),
+            "exec.kill": (self._kill, "fenced"),
+            "kill_all": (self._kill_all, "fenced"),
+            "deadline": (self._deadline, "fenced"),
+            "shutdown": (self._shutdown, "fenced"),
+        }
+        self.capabilities = self._harden()
+        filter_ = _load_filter(options.seccomp)
+        confine = options.same_uid and self.capabilities["landlock"] >= 6 and not options.unsafe_no_landlock
+        defaults = Defaults(options.exec_uid, options.exec_gid, filter_, confine, options.unsafe_dumpable)
+        self.runner = Runner(self.loop, defaults, self._changed, self._input_moved)
+
+    def _harden(self) -> dict[str, int]:
+        options = self.options
+        effective = _effective_capabilities()
+        if options.same_uid:
+            # The guest keeps its capability, execs get none: that alone keeps them from tracing it.
+            kernel.clear_ambient()
+        if not options.unsafe_dumpable:
+            kernel.set_dumpable(False)
+        # SIGINT has a Python handler, and what has a handler reaches even PID 1.
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL if os.getpid() == 1 else _signal.SIG_IGN)
+        if os.getpid() != 1:
+            kernel.become_subreaper()
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+            pidfd = 1
+        except OSError:
+            pidfd = 0
+        change = effective >> kernel.CAP_SETUID & 1 and effective >> kernel.CAP_SETGID & 1
+        return {
+            "subreaper": int(processes.subreaper_works()),
+            "pidfd": pidfd,
+            "change_uid": int(bool(change)),
+            "landlock": kernel.landlock_abi(),
+            "same_uid": int(options.same_uid),
+            "pid1": int(os.getpid() == 1),
+        }
+
+    # -- loop --------------------------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        _signal.signal(_signal.SIGCHLD, lambda *_: None)
+        _signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        self.loop.watch(wake_read, loop.READ, lambda _: self._children_moved(wake_read))
+        if self.options.fifo:
+            for fd in (0, 1):
+                os.set_blocking(fd, False)
+            self.connections.append(Connection(self, 0, 1, lambda: None, resync=True))
+        else:
+            listener = _socket.socket(fileno=self.options.control_fd)
+            listener.setblocking(False)
+            self.loop.watch(listener.fileno(), loop.READ, lambda _: self._accept(listener))
+        gc.freeze()
+        while not self.stop:
+            self.loop.turn(self._timeout())
+            self._tick()
+        for connection in self.connections:
+            connection.flush()
+        self._die()
+
+    def _timeout(self) -> int | None:
+        times = []
+        if self.deadline is not None:
+            times.append(self.deadline)
+        if not self.seen_client:
+            times.append(self.begun + FIRST_CONNECTION_S)
+        soon = self.runner.next_time()
+        if soon is not None:
+            times.append(soon)
+        if not times:
+            return None
+        return max(0, min(int((min(times) - time.monotonic()) * 1000) + 1, 3_600_000))
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if (self.deadline is not None and now >= self.deadline) or (
+            not self.seen_client and now >= self.begun + FIRST_CONNECTION_S
+        ):
+            self.stop = True
+            return
+        self.runner.tick(now)
+        if self.exited:
+            self._settle()
+
+    def _die(self) -> NoReturn:
+        """The kernel removes what is left of the namespace when PID 1 is gone."""
+        try:
+            self._end_all()
+        finally:
+            os._exit(0)
+
+    def _accept(self, listener: Any) -> None:
+        try:
+            fd, _ = listener._accept()
+        except OSError:
+            return
+        os.set_blocking(fd, False)
+        self.seen_client = True
+        self.connections.append(Connection(self, fd, fd, lambda: os.close(fd), resync=False))
+
+    def gone(self, connection: Connection) -> None:
+        if connection in self.connections:
+            self.connections.remove(connection)
+        for number in list(connection.attached):
+            connection.detach(number)
+
+    # -- children ----------------------------------------------------------------------------------------------------------------
+    def _children_moved(self, wake: int) -> None:
+        try:
+            while len(os.read(wake, 512)) == 512:
+                pass
+        except BlockingIOError:
+            pass
+        self._reap()
+        self._settle()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.runner.by_supervisor:
+                self.exited[pid] = status
+            else:
+                self.orphans[pid] = status
+
+    def _spare(self) -> set[int]:
+        return set(self.runner.by_supervisor) - set(self.exited)
+
+    def _settle(self) -> None:
+        """Judge the supervisors that ended. One that ended before its exec did was killed: what it kept below it is now ours, and ends."""
+        while self.exited:
+            gone = [(self.runner.by_supervisor[pid], status) for pid, status in self.exited.items()]
+            self.exited.clear()
+            lost = []
+            for job, status in gone:
+                told = self.runner.supervisor_ended(job)
+                if told and status == 0:
+                    self.runner.settle(job, done=True, count=0, lost=False, status=None)
+                else:
+                    lost.append(job)
+            if lost:
+                killed: set[tuple[int, int]] = set()
+                until = time.monotonic() + END_PATIENCE_S
+                done = processes.end_tree(os.getpid(), until, killed, self._reap, self._spare)
+                self._reap()
+                for job in lost:
+                    self.runner.settle(job, done=done, count=len(killed), lost=True, status=self.orphans.get(job.main))
+        self.orphans.clear()
+
+    def _end_all(self) -> tuple[bool, int]:
+        """End every process inside but this one."""
+        until = time.monotonic() + END_PATIENCE_S
+        killed: set[tuple[int, int]] = set()
+        if os.getpid() == 1:
+            count = len(processes.descendants(1))
+            done = processes.end_everything(until, self._reap)
+        else:
+            done = processes.end_tree(os.getpid(), until, killed, self._reap)
+            count = len(killed)
+        self._reap()
+        self._settle()
+        return done, count
+
+    # -- frames ------------------------------------------------------------------------------------------------------------------
+    def received(self, connection: Connection, kind: int, payload: bytes) -> None:
+        if kind == protocol.SYNC:
+            self.seen_client = True
+            connection.restart(payload)
+        elif kind == protocol.HELLO:
+            self._hello(connection, protocol.loads(payload))
+        elif not connection.greeted:
+            raise protocol.ProtocolError("no hello")
+        elif kind == protocol.ACK:
+            stream, offset = protocol.split_ack(payload)
+            self._acknowledge(connection, stream, offset)
+        elif kind == protocol.REQUEST:
+            self._request(connection, protocol.loads(payload), None)
+        else:
+            request, data = protocol.split_input(payload)
+            self._request(connection, request, data)
+
+    def _hello(self, connection: Connection, hello: dict[str, Any]) -> None:
+        versions = hello.get("versions")
+        if type(versions) is not list or len(versions) != 2 or not all(type(n) is int for n in versions):
+            raise protocol.ProtocolError("hello without versions")
+        version = min(versions[1], protocol.VERSION)
+        if version < max(versions[0], protocol.OLDEST):
+            connection.send(protocol.control(protocol.HELLO, {"versions": [protocol.OLDEST, protocol.VERSION]}))
+            raise protocol.ProtocolError("no common version")
+        connection.greeted = True
+        # The newest client wins: an older one may be a worker that is dead or has lost its lease.
+        for other in list(self.connections):
+            if other is not connection:
+                other.close()
+        connection.send(
+            protocol.control(
+                protocol.HELLO,
+                {
+                    "versions": [protocol.OLDEST, protocol.VERSION],
+                    "version": version,
+                    "guest": protocol.GUEST_VERSION,
+                    "instance": self.options.instance,
+                    "installation": self.options.installation,
+                    "capabilities": self.capabilities,
+                    "identified": bool(self.sandbox),
+                    "sandbox": self.sandbox,
+                    "floor": list(self.floor),
+                },
+            )
+        )
+
+    def _acknowledge(self, connection: Connection, stream: int, offset: int) -> None:
+        known = connection.streams.get(stream)
+        if known is None:
+            return
+        attachment, name = known
+        try:
+            self.runner.acknowledge(attachment.job, name, offset)
+        except Refusal:
+            raise protocol.ProtocolError("an ack beyond the end") from None
+
+    def _request(self, connection: Connection, request: dict[str, Any], data: bytes | None) -> None:
+        number = request.get("id")
+        if type(number) is not int:
+            raise protocol.ProtocolError("a request without id")
+        try:
+            answer = self._serve(connection, number, request, data)
+        except Refusal as refusal:
+            self._refuse(connection, number, refusal)
+            return
+        if answer is not None:
+            self._answer(connection, number, answer)
+
+    def _serve(self, connection: Connection, number: int, request: dict[str, Any], data: bytes | None) -> Any:
+        operation = request.get("op")
+        if data is not None:
+            if operation != "exec.stdin":
+                raise Refusal("bad_request", "only exec.stdin carries bytes")
+            self._check_fence(request, required=True)
+            return self._stdin(connection, request, data)
+        method, who = self.operations.get(operation if type(operation) is str else "", (None, ""))
+        if method is None:
+            raise Refusal("bad_request", f"unknown operation {operation!r:.80}", "op")
+        if who != "any":
+            self._check_fence(request, required=who == "fenced")
+        return method(connection, number, request)
+
+    def _check_fence(self, request: dict[str, Any], *, required: bool) -> None:
+        if not self.sandbox:
+            raise Refusal("illegal_transition", "the guest was not identified yet")
+        if request.get("fence") is None and not required:
+            return
+        fence = _fence_of(request)
+        if fence < self.floor or fence[0] != self.incarnation:
+            raise Refusal("lease_lost", f"the floor is {self.floor[0]}.{self.floor[1]}")
+        self.floor = max(self.floor, fence)
+
+    def _answer(self, connection: Connection, number: int, answer: dict[str, Any]) -> None:
+        connection.send(protocol.control(protocol.REPLY, {"id": number, "ok": answer}))
+
+    def _refuse(self, connection: Connection, number: int, refusal: Refusal) -> None:
+        error = {"code": refusal.code, "detail": refusal.detail[:500], "field": refusal.field}
+        connection.send(protocol.control(protocol.REPLY, {"id": number, "error": error}))
+
+    def _changed(self, job: Exec) -> None:
+        connection = job.watcher
+        if connection is not None and len(connection.out) < MAX_QUEUED:
+            connection.pump()
+            connection.flush()
+
+    def _input_moved(self, job: Exec) -> None:
+        if job.input is not None and job.input_client is not None:
+            event = {"event": "stdin", "exec_id": job.exec_id, "written": job.input.written, "open": job.input.fd >= 0}
+            job.input_client.send(protocol.control(protocol.EVENT, event))
+
+    def _job(self, request: dict[str, Any]) -> Exec:
+        exec_id = request.get("exec_id")
+        job = self.runner.execs.get(exec_id) if type(exec_id) is str else None
+        if job is None:
+            raise Refusal("not_found", "no such exec")
+        return job
+
+    # -- operations --------------------------------------------------------------------------------------------------------------
+    def _ping(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        return {"now_ms": int(time.monotonic() * 1000)}
+
+    def _identify(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        sandbox = request.get("sandbox")
+        fence = _fence_of(request)
+        if type(sandbox) is not str or not sandbox or len(sandbox) > 100:
+            raise Refusal("bad_request", "identify needs the sandbox's id", "sandbox")
+        if fence < self.floor or (self.sandbox and fence[0] == self.incarnation and sandbox != self.sandbox):
+            raise Refusal("lease_lost", f"the floor is {self.floor[0]}.{self.floor[1]}")
+        self.sandbox = sandbox
+        self.incarnation = fence[0]
+        self.floor = max(self.floor, fence)
+        entropy = request.get("entropy")
+        if type(entropy) is str and entropy:
+            try:
+                fd = os.open("/dev/urandom", os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    os.write(fd, entropy[:4096].encode("utf-8", "replace"))
+                finally:
+                    os.close(fd)
+            except OSError:
+                pass  # a kernel that shares its pool with the host needs no help
+        return {"floor": list(self.floor)}
+
+    def _fence(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        mode = request.get("mode")
+        if mode not in ("kill", "adopt"):
+            raise Refusal("bad_request", "mode is kill or adopt", "mode")
+        if mode == "adopt":
+            return {"killed_all": True, "killed": 0}
+        fence = _fence_of(request)
+        living = list(self.runner.by_supervisor.values())
+        older = [job for job in living if job.fence < fence]
+        if len(older) == len(living):
+            return self._end_all_because("fence")
+        return self._end_some(connection, number, older, 0.0, "fence")
+
+    def _end_some(self, connection: Connection, number: int, jobs: list[Exec], grace: float, why: str) -> Any:
+        if not jobs:
+            return {"killed_all": True, "killed": 0}
+        total = {"killed_all": True, "killed": 0}
+        waiting = len(jobs)
+
+        def ended(done: bool, count: int) -> None:
+            nonlocal waiting
+            waiting -= 1
+            total["killed_all"] = total["killed_all"] and done
+            total["killed"] += count
+            if waiting == 0:
+                self._answer(connection, number, total)
+
+        for job in jobs:
+            job.kill_waiters.append(ended)
+            self.runner.end(job, grace, why)
+        return None
+
+    def _end_all_because(self, why: str) -> dict[str, Any]:
+        for job in self.runner.by_supervisor.values():
+            if not job.finished and job.ended_by is None:
+                job.ended_by = why
+        done, count = self._end_all()
+        return {"killed_all": done, "killed": count}
+
+    def _start(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        spec = request.get("spec")
+        if type(spec) is not dict:
+            raise Refusal("bad_request", "exec.start needs a spec", "spec")
+        exec_id = spec.get("exec_id")
+        if type(exec_id) is not str or not 0 < len(exec_id) <= 100:
+            raise Refusal("bad_request", "exec_id must be a short text", "exec_id")
+        known = self.runner.execs.get(exec_id)
+        if known is not None:
+            return known.facts() | {"already": True}
+        job = self.runner.start(spec, _fence_of(request))
+        if job.state != "starting":
+            return job.facts()
+        job.start_waiters.append(lambda: self._answer(connection, number, job.facts()))
+        return None
+
+    def _status(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        exec_id = request.get("exec_id")
+        if type(exec_id) is not str:
+            raise Refusal("bad_request", "exec_id must be text", "exec_id")
+        job = self.runner.execs.get(exec_id)
+        if job is None:
+            return {"exec_id": exec_id, "state": "unknown", "started": False}
+        return job.facts()
+
+    def _attach(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        job = self._job(request)
+        attach = integer_of(request, "attach", -1, 0, 2**31)
+        offsets, streams = request.get("offsets"), request.get("streams")
+        if type(offsets) is not dict or type(streams) is not dict:
+            raise Refusal("bad_request", "attach needs offsets and streams", "offsets")
+        numbers: dict[str, int] = {}
+        sent: dict[str, int] = {}
+        for name, stream in job.streams.items():
+            numbers[name] = integer_of(streams, name, -1, 0, 2**32 - 1)
+            sent[name] = integer_of(offsets, name, 0, 0, 2**63)
+            if sent[name] < stream.base:
+                raise Refusal("cursor_gone", f"{name} before {stream.base} was acknowledged", "offsets")
+            if sent[name] > stream.end:
+                raise Refusal("bad_request", f"{name} has only {stream.end} bytes", "offsets")
+        for name, stream in job.streams.items():
+            self.runner.acknowledge(job, name, sent[name])
+            del stream
+        before = job.watcher
+        if before is not None:
+            for other in list(before.attached.values()):
+                if other.job is job:
+                    before.detach(other.number)
+        attachment = Attachment(attach, job, numbers, sent)
+        connection.attached[attach] = attachment
+        for name, stream_number in numbers.items():
+            connection.streams[stream_number] = (attachment, name)
+        job.watcher = connection
+        self._answer(connection, number, job.facts())
+        connection.pump()
+        connection.flush()
+        return None
+
+    def _detach(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        attach = integer_of(request, "attach", -1, 0, 2**31)
+        connection.detach(attach)
+        for stream, (attachment, _) in list(connection.streams.items()):
+            if attachment.number == attach:
+                del connection.streams[stream]
+        return {}
+
+    def _stdin(self, connection: Connection, request: dict[str, Any], data: bytes) -> Any:
+        job = self._job(request)
+        job.input_client = connection
+        eof = request.get("eof") is True
+        if job.finished or job.state == "ending":
+            return {"received": 0, "written": 0, "open": False}
+        self.runner.feed(job, integer_of(request, "offset", 0, 0, 2**63), data, eof)
+        target = job.input
+        return {"received": target.received, "written": target.written, "open": target.fd >= 0} if target else {}
+
+    def _signal(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        job = self._job(request)
+        signal = integer_of(request, "signal", 15, 1, 64)
+        if not job.finished:
+            self.runner.command(job, f"{'T' if request.get('tree') is True else 'S'}{signal}")
+        return {}
+
+    def _resize(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        job = self._job(request)
+        window = window_of([request.get("rows"), request.get("cols")])
+        if window is not None and not job.finished:
+            self.runner.resize(job, *window)
+        return {}
+
+    def _kill(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        job = self._job(request)
+        grace = seconds_of(request, "grace_s", job.grace) or 0.0
+        if not job.supervisor:
+            return {"killed_all": job.killed_all, "killed": 0}
+        return self._end_some(connection, number, [job], grace, "kill")
+
+    def _kill_all(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        return self._end_all_because("kill")
+
+    def _usage(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        living = processes.descendants(os.getpid())
+        pages = 0
+        for process in living:
+            try:
+                fd = os.open(f"/proc/{process.pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    pages += int(os.read(fd, 256).split()[1])
+                finally:
+                    os.close(fd)
+            except (OSError, IndexError, ValueError):
+                continue
+        return {
+            "processes": len(living),
+            "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+            "execs": len(self.runner.by_supervisor),
+            "known_execs": len(self.runner.execs),
+            "uptime_ms": int((time.monotonic() - self.begun) * 1000),
+        }
+
+    def _deadline(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        seconds = seconds_of(request, "seconds", None)
+        if seconds is None:
+            raise Refusal("bad_request", "deadline needs seconds", "seconds")
+        self.deadline = time.monotonic() + seconds
+        return {}
+
+    def _shutdown(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        self.stop = True
+        return {}
+
+
+def _fence_of(request: dict[str, Any]) -> tuple[int, int]:
+    fence = request.get("fence")
+    if type(fence) is not list or len(fence) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in fence):
+        raise Refusal("bad_request", "a fence is [incarnation, token]", "fence")
+    return fence[0], fence[1]
+
+
+def _effective_capabilities() -> int:
+    try:
+        fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.read(fd, 16384)
+        finally:
+            os.close(fd)
+        return int(text.split(b"CapEff:", 1)[1].split(None, 1)[0], 16)
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _load_filter(where: str) -> kernel.Filter | None:
+    if where == "none":
+        return None
+    try:
+        fd = int(where[3:]) if where.startswith("fd:") else os.open(where, os.O_RDONLY | os.O_CLOEXEC)
+        program = b""
+        while part := os.read(fd, 65536):
+            program += part
+        os.close(fd)
+        return kernel.Filter(program)
+    except (OSError, ValueError) as error:
+        _fail(f"the seccomp filter cannot be used: {error}")
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Never returns. Exit status: 0 ended by deadline, request or absence of clients; 2 bad command line or filter."""
+    try:
+        options = Options(arguments)
+    except ValueError as error:
+        _fail(str(error))
+    guest = Guest(options)
+    keep = options.control_fd if not options.fifo else 2
+    if keep > 3:
+        os.closerange(3, keep)
+    os.closerange(max(3, keep + 1), 1 << 20)
+    if not options.fifo:
+        os.set_inheritable(options.control_fd, False)
+    guest.run()
+    os._exit(0)
