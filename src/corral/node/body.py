@@ -1,0 +1,234 @@
+"""A live instance: its connection to the guest, its execs, its deadline, and the watch over whether it still is.
+
+The guest may be captured. It is asked first, because it is fast and gentle; whether something ended is then seen on the host, and
+what the guest does not confirm in time the runtime ends from outside, the whole sandbox with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from corral.channel import GuestClient
+from corral.domain.fence import Fence
+from corral.domain.limits import LimitModes
+from corral.errors import CorralError
+from corral.linux import process, sockets
+from corral.node.journal import Journal
+from corral.ports.runtime import Instance, InstanceRef, Runtime, Stats
+
+if TYPE_CHECKING:
+    from corral.node.execs import Exec
+
+SOCKET = "s"
+CONNECT_S = 20.0
+LOSSES = 3
+"""Connections that may break within `LOSSES_S` seconds before the guest counts as lost."""
+LOSSES_S = 60.0
+GONE_S = 10.0
+DRAIN_S = 0.5
+
+
+class Body:
+    """One live instance. Made by `service` after `create` or `attach`; `watch` starts what looks after it."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        runtime: Runtime,
+        instance: Instance,
+        modes: LimitModes,
+        journal: Journal,
+        on_gone: Callable[[Body], Coroutine[Any, Any, None]],
+    ) -> None:
+        self.instance_id = instance_id
+        self.runtime = runtime
+        self.instance = instance
+        self.ref: InstanceRef = instance.ref
+        self.tree = instance.tree
+        self.modes = modes
+        self.journal = journal
+        self.execs: dict[str, Exec] = {}
+        self.gone = asyncio.Event()
+        self.destroying: str | None = None
+        """The reason of `destroy`, once it began."""
+        self.forsaken = False
+        """The guest is beyond use; the sandbox is being ended."""
+        self.pid1: process.ProcessRef | None = None
+        self._on_gone = on_gone
+        self._client: GuestClient | None = None
+        self._dialling = asyncio.Lock()
+        self._losses: list[float] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    # -- connection ----------------------------------------------------------------------------------------------------
+    @property
+    def floor(self) -> Fence:
+        entry = self.journal.instances.get(self.instance_id)
+        return entry.floor if entry is not None else Fence(0, 0)
+
+    async def _dial(self) -> socket.socket:
+        return await asyncio.to_thread(sockets.connect, self.ref.directory, SOCKET, timeout_s=5.0)
+
+    async def _connect(self) -> GuestClient:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                client = await GuestClient.connect(self._dial)
+        except (OSError, TimeoutError) as error:
+            raise CorralError("guest_lost", f"the guest does not answer: {error or 'time is up'}") from error
+        if client.hello.instance_id != self.instance_id:
+            await client.close()
+            raise CorralError("guest_lost", "the guest says that it is another instance")
+        self._client = client
+        return client
+
+    async def client(self) -> GuestClient:
+        """The connection, made anew after a loss; `sandbox_lost` when there is no instance, `guest_lost` when it is beyond use."""
+        if self._client is not None and not self._client.closed.is_set():
+            return self._client
+        async with self._dialling:
+            if self._client is not None and not self._client.closed.is_set():
+                return self._client
+            if self._client is not None:
+                # PID 1 may be gone with the connection; then there is nobody to call.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.gone.wait(), 0.2)
+            if self.gone.is_set() or self.destroying is not None:
+                raise CorralError("sandbox_lost", "the sandbox is gone")
+            now = time.monotonic()
+            self._losses = [at for at in self._losses if now - at < LOSSES_S]
+            if self.forsaken or len(self._losses) >= LOSSES:
+                self.forsake()
+                raise CorralError("guest_lost", "the program inside the sandbox does not keep to its protocol")
+            if self._client is not None:
+                self._losses.append(now)
+            try:
+                return await self._connect()
+            except CorralError as error:
+                if error.code == "guest_lost":
+                    self.forsake()
+                raise
+
+    def forsake(self) -> None:
+        """Give the guest up: end the whole sandbox from outside; open execs end as lost."""
+        if not self.forsaken:
+            self.forsaken = True
+            self.spawn(self.kill())
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+    def watch(self, deadline_s: float | None = None) -> None:
+        """Begin to look after it; `deadline_s` from now the host ends it, whatever the guest does."""
+        self._watcher = asyncio.create_task(self._watch_gone(), name=f"gone:{self.instance_id}")
+        if deadline_s is not None:
+            self.set_deadline(deadline_s)
+
+    def set_deadline(self, deadline_s: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        # The guest's own switch fires first; a captured guest has none.
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(max(0.0, deadline_s) + 1.0, lambda: self.spawn(self.kill()))
+
+    async def _watch_gone(self) -> None:
+        await self.runtime.wait_gone(self.ref)
+        self.gone.set()
+        # What the guest had sent before it died is still in the socket: the pumps read it to its end.
+        pumps = [one.pumped.wait() for one in self.execs.values()]
+        if pumps:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*pumps), DRAIN_S)
+        if self._client is not None:
+            await self._client.close()
+        waiting = [asyncio.shield(one.done) for one in self.execs.values()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=5.0)
+        await self._on_gone(self)
+
+    async def kill(self) -> bool:
+        """End every process from outside; True when the host shows none."""
+        try:
+            async with asyncio.timeout(GONE_S):
+                await self.runtime.kill(self.ref)
+                await self.runtime.wait_gone(self.ref)
+                await self._wait_empty()
+        except (CorralError, OSError, TimeoutError):
+            return False
+        return True
+
+    async def _wait_empty(self) -> None:
+        pause = 0.005
+        while await self.runtime.processes(self.ref):
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.1)
+
+    async def find_pid1(self) -> None:
+        """Note which host process is PID 1 inside, for looks through its root; where it cannot be told, nothing is lost."""
+        with contextlib.suppress(CorralError, OSError):
+            for pid in await self.runtime.processes(self.ref):
+                with open(f"/proc/{pid}/status", "rb") as file:
+                    inside = [line.split()[-1] for line in file if line.startswith(b"NSpid:")]
+                if inside == [b"1"]:
+                    self.pid1 = process.ref_of(pid)
+                    return
+
+    async def stats(self) -> Stats:
+        """The host's counters; all None when they are gone with the instance."""
+        try:
+            async with asyncio.timeout(5.0):
+                return await self.runtime.stats(self.ref)
+        except (CorralError, OSError, TimeoutError):
+            return Stats()
+
+    async def survivors(self, since_ticks: int) -> list[int]:
+        """Host pids that began at or after `since_ticks` and still run: the witness of a kill."""
+        try:
+            pids = await self.runtime.processes(self.ref)
+        except (CorralError, OSError):
+            return []
+        return [pid for pid in pids if _began_after(pid, since_ticks)]
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run something of this body beside; it is cancelled when we let go."""
+
+        async def run() -> None:
+            with contextlib.suppress(CorralError):
+                await work
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def let_go(self) -> None:
+        """Stop looking after it; it lives on. Idempotent."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for one in self.execs.values():
+            one.closing = True
+        tasks = [*self._tasks, *(one.task for one in self.execs.values() if one.task is not None)]
+        if self._watcher is not None and self._watcher is not asyncio.current_task():
+            tasks.append(self._watcher)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for one in self.execs.values():
+            one.let_go()
+        if self._client is not None:
+            await self._client.close()
+
+
+def _began_after(pid: int, ticks: int) -> bool:
+    began = process.start_time(pid)
+    if began is None or began < ticks:
+        return False
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in (b"Z", b"X")

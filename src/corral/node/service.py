@@ -1,0 +1,732 @@
+"""`LocalNode`: the node port in process. It composes; the parts are body, execs, spool, files, leftovers and journal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal
+
+from corral import faults
+from corral.domain.facts import ExecFacts, StreamFacts
+from corral.domain.fence import Fence
+from corral.domain.ids import is_id, ulid_of
+from corral.domain.limits import LimitModes, Limits
+from corral.errors import CorralError
+from corral.linux import cgroups, process, sockets
+from corral.linux.guesttree import remove_tree
+from corral.node import execs as exec_life
+from corral.node import files, leftovers
+from corral.node.body import SOCKET, Body
+from corral.node.execs import Exec
+from corral.node.interpreter import GUEST_ARGV, ensure_interpreter
+from corral.node.journal import ExecEntry, InstanceEntry, Journal
+from corral.node.spool import Spool
+from corral.node.templates import Templates
+from corral.ports.node import (
+    Chunk,
+    Collected,
+    CreateInstance,
+    ExecSpec,
+    Gap,
+    HostFacts,
+    InstanceReport,
+    Progress,
+)
+from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, InstanceSpec, Runtime, RuntimeInfo, Stats
+
+PROBE_VERSION = 1
+BACKUP_CLOCK_S = 10.0
+"""The guest ends an exec by itself this long after the host should have: for when no node lives."""
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/home/sandbox",
+    "USER": "sandbox",
+    "LOGNAME": "sandbox",
+    "SHELL": "/bin/sh",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "TMPDIR": "/tmp",  # noqa: S108
+    "PYTHONUNBUFFERED": "1",
+}
+"""What every exec has unless its spec says otherwise."""
+
+
+class LocalNode:
+    """See `ports.node.Node`. No I/O before `open`."""
+
+    def __init__(
+        self,
+        state_dir: str,
+        runtimes: Mapping[str, Runtime],
+        templates: Templates,
+        *,
+        node_id: str,
+        installation_id: str,
+    ) -> None:
+        self.node_id = node_id
+        self._state = os.path.abspath(state_dir)
+        self._runtimes = dict(runtimes)
+        self._templates = templates
+        self._installation = installation_id
+        self._journal = Journal(os.path.join(self._state, "node"))
+        self._bodies: dict[str, Body] = {}
+        self._creating: dict[str, asyncio.Future[InstanceReport]] = {}
+        self._destroying: dict[str, asyncio.Future[Evidence]] = {}
+        self._execs: dict[str, Exec] = {}
+        self._lost: asyncio.Queue[str] = asyncio.Queue()
+        self._infos: dict[str, RuntimeInfo] = {}
+        self._probing = asyncio.Lock()
+
+    # -- opening and closing -------------------------------------------------------------------------------------------
+    async def open(self, progress: Progress | None = None) -> None:
+        for name, mode in (("node", 0o700), ("i", 0o711), ("spool", 0o700)):
+            path = os.path.join(self._state, name)
+            os.makedirs(path, exist_ok=True)
+            os.chmod(path, mode)
+        self._journal.open()
+        entries = list(self._journal.instances.values())
+        if entries and progress:
+            progress(f"adopting {len(entries)} sandboxes", None)
+        open_execs: dict[str, list[ExecEntry]] = {}
+        for entry in self._journal.open_execs():
+            open_execs.setdefault(entry.instance_id, []).append(entry)
+        await asyncio.gather(*(self._adopt(entry, open_execs.pop(entry.instance_id, [])) for entry in entries))
+        for orphans in open_execs.values():
+            self._end_lost(orphans)
+
+    async def close(self) -> None:
+        bodies = list(self._bodies.values())
+        await asyncio.gather(*(body.let_go() for body in bodies), return_exceptions=True)
+        self._bodies.clear()
+        self._execs.clear()
+        self._journal.close()
+
+    async def _adopt(self, entry: InstanceEntry, execs: list[ExecEntry]) -> None:
+        runtime = self._runtimes.get(entry.data["runtime"])
+        if runtime is None:
+            return  # of an adapter that is not there today: left alone, shown by `leftovers`
+        body: Body | None = None
+        try:
+            if entry.state == "live":
+                instance = await runtime.attach(_ref_from(entry.data["ref"]))
+                if instance is not None:
+                    body = await self._reconnect(entry, runtime, instance, execs)
+        except (CorralError, OSError):
+            body = None
+        if body is not None:
+            return
+        self._end_lost(execs)
+        if entry.state == "live":
+            self._journal.set_instance(entry.instance_id, state="condemned")
+            self._lost.put_nowait(entry.instance_id)
+            return
+        with contextlib.suppress(CorralError, OSError):
+            await self._undo(entry.instance_id, runtime)
+
+    async def _reconnect(
+        self, entry: InstanceEntry, runtime: Runtime, instance: Instance, execs: list[ExecEntry]
+    ) -> Body:
+        body = self._body(entry.instance_id, runtime, instance, LimitModes(**entry.data["modes"]))
+        client = await body.client()
+        if client.hello.floor < entry.floor:
+            await client.fence(entry.floor, "adopt")
+        self._bodies[entry.instance_id] = body
+        await body.find_pid1()
+        for one in execs:
+            try:
+                status = await client.exec_status(one.exec_id)
+            except CorralError as error:
+                if error.code != "not_found":
+                    raise
+                status = None
+            started_at = one.data.get("started_at")
+            known = status is not None and status["state"] != "unknown"
+            spec = one.data
+            job = self._exec(body, one.exec_id, spec, since_ticks=spec["since_ticks"], ended_by=one.ended_by)
+            if not known:
+                self._execs.pop(one.exec_id, None)
+                job.spool.finish()
+                started = None if one.state == "running" else False
+                infra = "the platform was interrupted before the program was started"
+                self._journal.end_exec(
+                    one.exec_id, exec_life.facts_to_json(ExecFacts(started, infra=infra, guest_lost=started is None))
+                )
+                continue
+            await job.meter.begin(alone=False)
+            job.follow(status, max(0.0, time.monotonic() - started_at) if started_at is not None else 0.0)
+            if one.ended_by is not None:
+                body.spawn(job.end(one.ended_by))
+        body.watch(max(0.0, entry.data["deadline_at"] - time.monotonic()))
+        return body
+
+    def _end_lost(self, execs: Sequence[ExecEntry]) -> None:
+        for one in execs:
+            spool = Spool(self._spool_path(one.exec_id), 0, ended=True)
+            streams = spool.facts(int(one.data.get("limits", {}).get("output_bytes", Limits().output_bytes)))
+            facts = ExecFacts(
+                started=True if one.state == "running" else None,
+                ended_by=one.ended_by,  # type: ignore[arg-type]
+                sandbox_lost=True,
+                stdout=streams["stdout"],
+                stderr=streams["stderr"],
+            )
+            self._journal.end_exec(one.exec_id, exec_life.facts_to_json(facts))
+
+    def _body(self, instance_id: str, runtime: Runtime, instance: Instance, modes: LimitModes) -> Body:
+        return Body(instance_id, runtime, instance, modes, self._journal, self._gone)
+
+    async def _gone(self, body: Body) -> None:
+        """PID 1 of a body ended. If nobody asked for it, the control plane has to hear of it."""
+        if body.destroying is not None or self._bodies.get(body.instance_id) is not body:
+            return
+        with contextlib.suppress(CorralError, KeyError):
+            self._journal.set_instance(body.instance_id, state="condemned")
+        self._lost.put_nowait(body.instance_id)
+
+    async def lost(self) -> str:
+        return await self._lost.get()
+
+    # -- what is here --------------------------------------------------------------------------------------------------
+    async def runtimes(self, *, fresh: bool = False) -> list[RuntimeInfo]:
+        async with self._probing:
+            missing = [name for name in self._runtimes if fresh or name not in self._infos]
+            cached = {} if fresh else self._load_probes()
+            for name in list(missing):
+                if name in cached:
+                    self._infos[name] = cached[name]
+                    missing.remove(name)
+            for name, info in zip(missing, await asyncio.gather(*map(self._probe, missing)), strict=True):
+                self._infos[name] = info
+            if missing:
+                self._save_probes()
+        return [self._infos[name] for name in self._runtimes]
+
+    async def _probe(self, name: str) -> RuntimeInfo:
+        try:
+            async with asyncio.timeout(20.0):
+                return await self._runtimes[name].probe()
+        except (CorralError, OSError, TimeoutError) as error:
+            reason = "the probe did not end in time" if isinstance(error, TimeoutError) else str(error)
+            return RuntimeInfo(name, False, reason, 0, None, {}, LimitModes())
+
+    def _probe_key(self) -> str:
+        return f"{process.boot_id()} {os.geteuid()} {PROBE_VERSION}"
+
+    def _load_probes(self) -> dict[str, RuntimeInfo]:
+        try:
+            with open(os.path.join(self._state, "node", "probes.json"), encoding="utf-8") as file:
+                data = json.load(file)
+            if data["key"] != self._probe_key():
+                return {}
+            return {
+                name: RuntimeInfo(**{**info, "limits": LimitModes(**info["limits"])})
+                for name, info in data["runtimes"].items()
+                if info["usable"]  # what did not work is tried again: the host may have been mended
+            }
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _save_probes(self) -> None:
+        path = os.path.join(self._state, "node", "probes.json")
+        runtimes = {name: dataclasses.asdict(info) for name, info in self._infos.items()}
+        with open(path + ".new", "w", encoding="utf-8") as file:
+            json.dump({"key": self._probe_key(), "runtimes": runtimes}, file)
+        os.replace(path + ".new", path)
+
+    async def host(self) -> HostFacts:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        kind = await asyncio.to_thread(lambda: cgroups.host().kind)
+        user: Literal["root", "user"] = "root" if os.geteuid() == 0 else "user"
+        return HostFacts(kind, user, memory, len(os.sched_getaffinity(0)))
+
+    async def templates(self) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self._templates.describe)
+
+    async def ensure_template(self, template: str, progress: Progress | None = None) -> str:
+        return (await self._templates.ensure(template, progress)).digest
+
+    async def instances(self) -> list[str]:
+        return list(self._journal.instances)
+
+    # -- creation ------------------------------------------------------------------------------------------------------
+    async def create(self, request: CreateInstance, progress: Progress | None = None) -> InstanceReport:
+        key = request.instance_id
+        if not is_id(key, "ins"):
+            raise CorralError("invalid_value", f"not an instance id: {key!r}")
+        if key in self._creating:
+            return await asyncio.shield(self._creating[key])
+        entry = self._journal.instances.get(key)
+        if entry is not None:
+            body = self._alive(key)
+            self._check_fence(body, request.fence)
+            data = entry.data
+            return InstanceReport(key, data["ref"], data["template_digest"], data["security_level"], {})
+        future = self._creating[key] = asyncio.get_running_loop().create_future()
+        try:
+            report = await self._create(request, progress)
+        except BaseException as error:
+            if isinstance(error, CorralError):
+                future.set_exception(error)
+                future.exception()
+            else:
+                future.cancel()
+            raise
+        else:
+            future.set_result(report)
+            return report
+        finally:
+            del self._creating[key]
+
+    async def _create(self, request: CreateInstance, progress: Progress | None) -> InstanceReport:
+        runtime = self._runtimes.get(request.runtime)
+        if runtime is None:
+            raise CorralError("runtime_unavailable", f"there is no runtime {request.runtime!r}", field="/runtime")
+        phases: dict[str, float] = {}
+        clock = _Clock(phases)
+        info = next(one for one in await self.runtimes() if one.name == request.runtime)
+        if not info.usable:
+            raise CorralError("runtime_unavailable", f"{request.runtime}: {info.reason}", hint="see `corral doctor`")
+        template = await self._templates.ensure(request.template, progress)
+        interpreter = await asyncio.to_thread(ensure_interpreter, self._state, progress)
+        clock.lap("template_ms")
+        directory = self._directory(request.instance_id)
+        deadline_at = time.monotonic() + request.deadline_s
+        data: dict[str, Any] = {
+            "runtime": request.runtime,
+            "sandbox_id": request.sandbox_id,
+            "incarnation": request.incarnation,
+            "template_digest": template.digest,
+            "security_level": info.security_level,
+            "modes": dataclasses.asdict(info.limits),
+            "limits": dataclasses.asdict(request.limits),
+            "deadline_at": deadline_at,
+            "ref": _ref_to(runtime.partial_ref(directory, request.instance_id)),
+        }
+        self._journal.put_instance(InstanceEntry(request.instance_id, "creating", request.fence, data))
+        faults.point("node.create.journalled")
+        body: Body | None = None
+        try:
+            os.makedirs(directory, exist_ok=True)
+            os.chmod(directory, 0o711)  # noqa: S103  # the sandbox's own uid passes through, and may not list
+            control = sockets.listen(directory, SOCKET)
+            try:
+                spec = InstanceSpec(
+                    instance_id=request.instance_id,
+                    sandbox_id=request.sandbox_id,
+                    incarnation=request.incarnation,
+                    installation_id=self._installation,
+                    directory=directory,
+                    rootfs=template.path,
+                    interpreter=str(interpreter),
+                    guest_argv=(
+                        *GUEST_ARGV,
+                        *("--instance", request.instance_id, "--installation", self._installation),
+                        *("--deadline", f"{request.deadline_s:.3f}"),
+                    ),
+                    limits=request.limits,
+                    unsafe=request.unsafe,
+                )
+                instance = await runtime.create(spec, control)
+            finally:
+                control.close()
+            faults.point("node.create.made")
+            clock.lap("runtime_ms")
+            data["ref"] = _ref_to(instance.ref)
+            body = self._body(request.instance_id, runtime, instance, info.limits)
+            client = await body.client()
+            clock.lap("connect_ms")
+            await client.identify(request.sandbox_id, request.fence, now=time.time(), entropy=os.urandom(32))
+            clock.lap("identify_ms")
+            await body.find_pid1()
+            self._journal.put_instance(InstanceEntry(request.instance_id, "live", request.fence, data))
+        except BaseException as error:
+            if body is not None:
+                await body.let_go()
+            await asyncio.shield(self._undo(request.instance_id, runtime))
+            if isinstance(error, OSError) and not isinstance(error, CorralError):
+                code = "too_large" if error.errno == errno.ENOSPC else "infra_error"
+                raise CorralError(code, f"the sandbox could not be made: {error}") from error
+            raise
+        self._bodies[request.instance_id] = body
+        body.watch(max(0.0, deadline_at - time.monotonic()))
+        return InstanceReport(request.instance_id, data["ref"], template.digest, info.security_level, phases)
+
+    def _directory(self, instance_id: str) -> str:
+        return os.path.join(self._state, "i", ulid_of(instance_id))
+
+    def _spool_path(self, exec_id: str) -> str:
+        if not is_id(exec_id, "exe"):
+            raise CorralError("not_found", f"no exec {exec_id!r}")
+        return os.path.join(self._state, "spool", exec_id)
+
+    # -- destruction ---------------------------------------------------------------------------------------------------
+    async def destroy(self, instance_id: str, reason: str) -> Evidence:
+        if instance_id in self._creating:
+            with contextlib.suppress(CorralError, asyncio.CancelledError):
+                await asyncio.shield(self._creating[instance_id])
+        if instance_id in self._destroying:
+            return await asyncio.shield(self._destroying[instance_id])
+        entry = self._journal.instances.get(instance_id)
+        if entry is None:
+            return Evidence(True)
+        runtime = self._runtimes.get(entry.data["runtime"])
+        if runtime is None:
+            return Evidence(False, (f"instance {instance_id}: its runtime {entry.data['runtime']} is not here",))
+        future = self._destroying[instance_id] = asyncio.get_running_loop().create_future()
+        try:
+            # Shielded: half a destruction because the caller gave up would be a leftover.
+            evidence = await asyncio.shield(asyncio.ensure_future(self._destroy(instance_id, runtime, reason)))
+            future.set_result(evidence)
+            return evidence
+        except BaseException as error:
+            if not future.done():
+                future.set_exception(
+                    error if isinstance(error, CorralError) else CorralError("infra_error", str(error))
+                )
+                future.exception()
+            raise
+        finally:
+            del self._destroying[instance_id]
+
+    async def _destroy(self, instance_id: str, runtime: Runtime, reason: str) -> Evidence:
+        self._journal.set_instance(instance_id, state="condemned")
+        body = self._bodies.get(instance_id)
+        if body is not None:
+            body.destroying = reason
+            why = reason if reason in _ENDED_BY else "sandbox_deleted"
+            for job in list(body.execs.values()):
+                if job.ended_by is None:
+                    job.ended_by = why
+                    self._journal.ending(job.exec_id, why)
+            with contextlib.suppress(CorralError, OSError):
+                await runtime.kill(body.ref)
+            jobs = [asyncio.shield(job.done) for job in body.execs.values()]
+            if jobs:
+                await asyncio.wait(jobs, timeout=5.0)
+            self._bodies.pop(instance_id, None)
+            await body.let_go()
+        return await self._undo(instance_id, runtime)
+
+    async def _undo(self, instance_id: str, runtime: Runtime) -> Evidence:
+        """Remove an instance by its journalled ref; the entry goes only with everything else."""
+        entry = self._journal.instances.get(instance_id)
+        directory = self._directory(instance_id)
+        ref = _ref_from(entry.data["ref"]) if entry is not None else runtime.partial_ref(directory, instance_id)
+        evidence = await runtime.destroy(ref)
+        left = list(evidence.left)
+        if evidence.clean:
+            left += await asyncio.to_thread(remove_tree, directory)
+        if left:
+            return Evidence(False, tuple(left), evidence.notes)
+        self._journal.drop_instance(instance_id)
+        return evidence
+
+    # -- fence and deadline --------------------------------------------------------------------------------------------
+    def _alive(self, instance_id: str) -> Body:
+        body = self._bodies.get(instance_id)
+        if body is not None and body.destroying is not None:
+            raise CorralError("sandbox_deleted", f"instance {instance_id} is being destroyed")
+        if body is None or body.gone.is_set():
+            known = instance_id in self._journal.instances
+            raise CorralError("sandbox_lost" if known else "not_found", f"instance {instance_id} is not alive here")
+        return body
+
+    def _check_fence(self, body: Body, fence: Fence) -> None:
+        if fence < body.floor:
+            raise CorralError("lease_lost", f"fence {fence} is below {body.floor}")
+
+    async def fence(self, instance_id: str, fence: Fence, mode: Literal["kill", "adopt"]) -> None:
+        body = self._alive(instance_id)
+        self._check_fence(body, fence)
+        self._journal.set_instance(instance_id, floor=fence)
+        if mode == "kill":
+            older = [job for job in body.execs.values() if job.fence < fence]
+            await asyncio.gather(*(job.end("lease_lost") for job in older))
+        await (await body.client()).fence(fence, mode)
+
+    async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
+        body = self._alive(instance_id)
+        self._check_fence(body, fence)
+        entry = self._journal.instances[instance_id]
+        data = {**entry.data, "deadline_at": time.monotonic() + deadline_s}
+        self._journal.put_instance(dataclasses.replace(entry, data=data))
+        body.set_deadline(deadline_s)
+        await (await body.client()).extend_deadline(deadline_s, fence=fence)
+
+    # -- execs ---------------------------------------------------------------------------------------------------------
+    async def start_exec(self, instance_id: str, fence: Fence, spec: ExecSpec) -> None:
+        known = self._journal.get_exec(spec.exec_id)
+        if known is not None:
+            if known.instance_id != instance_id:
+                raise CorralError("conflict", f"exec {spec.exec_id} belongs to another instance", retryable=False)
+            return
+        body = self._alive(instance_id)
+        self._check_fence(body, fence)
+        ids = files.user_ids(spec.user, body.instance)
+        data = {
+            "limits": dataclasses.asdict(spec.limits),
+            "grace_s": spec.grace_s,
+            "background": spec.background,
+            "fence": str(fence),
+            "since_ticks": exec_life.now_ticks(),
+        }
+        self._spool_path(spec.exec_id)  # refuses what is no id
+        if not self._journal.put_exec(ExecEntry(spec.exec_id, instance_id, "starting", data)):
+            return
+        faults.point("node.exec.journalled")
+        job: Exec | None = None
+        try:
+            job = self._exec(body, spec.exec_id, data)
+            await job.start(self._frame(spec, ids), fence)
+        except BaseException:
+            # The guest refused it or was never asked: it did not start, and the caller hears why.
+            self._execs.pop(spec.exec_id, None)
+            if job is not None:
+                job.spool.remove()
+            with contextlib.suppress(CorralError):
+                self._journal.drop_exec(spec.exec_id)
+            raise
+        faults.point("node.exec.started")
+        if job.started_at is not None:
+            self._journal.set_exec(spec.exec_id, "running", {**data, "started_at": job.started_at})
+        if spec.stdin is not None and not spec.stdin_open and job.started_at is not None:
+            body.spawn(self._feed(body, spec.exec_id, spec.stdin, fence))
+        elif spec.stdin and job.started_at is not None:
+            await (await body.client()).stdin(spec.exec_id, spec.stdin, fence=fence)
+
+    async def _feed(self, body: Body, exec_id: str, data: bytes, fence: Fence) -> None:
+        await (await body.client()).stdin(exec_id, data, True, fence=fence)
+
+    def _frame(self, spec: ExecSpec, ids: tuple[int, int]) -> dict[str, Any]:
+        limits = spec.limits
+        return {
+            "exec_id": spec.exec_id,
+            "argv": list(spec.argv),
+            "env": {**ENVIRONMENT, **spec.env},
+            "cwd": spec.cwd,
+            "uid": ids[0],
+            "gid": ids[1],
+            "stdin": "open" if spec.stdin is not None or spec.stdin_open else "eof",
+            "pty": list(spec.pty) if spec.pty else None,
+            "timeout_s": limits.wall_s + BACKUP_CLOCK_S,
+            "grace_s": spec.grace_s,
+            "rlimits": {"nofile": limits.open_files, "core": 0, "fsize": limits.disk_bytes},
+            "background": spec.background,
+        }
+
+    def _exec(
+        self,
+        body: Body,
+        exec_id: str,
+        data: dict[str, Any],
+        *,
+        since_ticks: int | None = None,
+        ended_by: str | None = None,
+    ) -> Exec:
+        limits = Limits(**data["limits"])
+        spool = Spool(self._spool_path(exec_id), limits.output_kill_bytes)
+        job = Exec(
+            body,
+            exec_id,
+            limits,
+            spool,
+            fence=Fence.parse(data["fence"]),
+            grace_s=data["grace_s"],
+            background=data["background"],
+            since_ticks=since_ticks if since_ticks is not None else data["since_ticks"],
+            ended_by=ended_by,
+        )
+        self._execs[exec_id] = job
+        job.done.add_done_callback(lambda _: self._execs.pop(exec_id, None))
+        return job
+
+    def _entry(self, exec_id: str) -> ExecEntry:
+        entry = self._journal.get_exec(exec_id)
+        if entry is None:
+            raise CorralError("not_found", f"no exec {exec_id!r}")
+        return entry
+
+    async def wait_exec(self, exec_id: str) -> ExecFacts:
+        job = self._execs.get(exec_id)
+        if job is not None:
+            return await asyncio.shield(job.done)
+        entry = self._entry(exec_id)
+        if entry.facts is None:
+            raise CorralError("infra_error", f"exec {exec_id} has no outcome here")
+        return exec_life.facts_from_json(entry.facts)
+
+    def _job(self, exec_id: str) -> Exec:
+        job = self._execs.get(exec_id)
+        if job is None:
+            self._entry(exec_id)
+            raise CorralError("illegal_transition", f"exec {exec_id} has ended")
+        return job
+
+    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool) -> None:
+        job = self._job(exec_id)
+        await (await job.body.client()).stdin(exec_id, data, eof, fence=job.body.floor)
+
+    async def signal_exec(self, exec_id: str, signal: int) -> None:
+        if not 1 <= signal <= 64:
+            raise CorralError("invalid_value", f"not a signal: {signal}", field="/signal")
+        job = self._job(exec_id)
+        await (await job.body.client()).signal(exec_id, signal, fence=job.body.floor)
+
+    async def resize_exec(self, exec_id: str, rows: int, cols: int) -> None:
+        job = self._job(exec_id)
+        await (await job.body.client()).resize(exec_id, rows, cols, fence=job.body.floor)
+
+    async def end_exec(self, exec_id: str, ended_by: str) -> None:
+        job = self._execs.get(exec_id)
+        if job is None:
+            self._entry(exec_id)
+            return
+        await job.end(ended_by)
+
+    # -- output --------------------------------------------------------------------------------------------------------
+    def _spool(self, exec_id: str) -> tuple[Spool, ExecEntry]:
+        entry = self._entry(exec_id)
+        job = self._execs.get(exec_id)
+        return (job.spool if job is not None else Spool(self._spool_path(exec_id), 0, ended=True)), entry
+
+    async def stream_exec(self, exec_id: str, cursor: str | None = None) -> AsyncIterator[Chunk | Gap]:
+        spool, _ = self._spool(exec_id)
+        async for chunk in spool.follow(cursor):
+            yield chunk
+
+    async def read_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> tuple[bytes, bytes]:
+        spool, entry = self._spool(exec_id)
+        if entry.facts is not None:
+            facts = StreamFacts(**entry.facts[stream])
+        else:
+            facts = spool.facts(int(entry.data["limits"]["output_bytes"]))[stream]
+        return await asyncio.to_thread(spool.head_and_tail, stream, facts)
+
+    async def raw_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> AsyncIterator[bytes]:
+        spool, _ = self._spool(exec_id)
+        async for piece in spool.raw(stream):
+            yield piece
+
+    async def timeline(self, exec_id: str) -> list[dict[str, Any]]:
+        spool, _ = self._spool(exec_id)
+        return spool.timeline()
+
+    async def forget_exec(self, exec_id: str) -> None:
+        if exec_id in self._execs:
+            raise CorralError("illegal_transition", f"exec {exec_id} still runs")
+        if self._journal.get_exec(exec_id) is not None:
+            await asyncio.to_thread(Spool(self._spool_path(exec_id), 0, ended=True).remove)
+            self._journal.drop_exec(exec_id)
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+    async def put_files(self, instance_id: str, fence: Fence, items: Sequence[tuple[str, int, bytes]]) -> None:
+        body = self._alive(instance_id)
+        self._check_fence(body, fence)
+        await files.put(body.tree, self._mark_path(instance_id), items)
+
+    async def put_tar(
+        self, instance_id: str, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str = "sandbox"
+    ) -> None:
+        body = self._alive(instance_id)
+        self._check_fence(body, fence)
+        limits = Limits(**self._journal.instances[instance_id].data["limits"])
+        await files.put_tar(body, fence, tar, dest, user, limits)
+
+    async def get_tar(self, instance_id: str, path: str, user: str = "sandbox") -> AsyncIterator[bytes]:
+        body = self._alive(instance_id)
+        async for piece in files.get_tar(body, path, user):
+            yield piece
+
+    def _mark_path(self, instance_id: str) -> str:
+        return os.path.join(self._directory(instance_id), "node-mark")
+
+    def _tree(self, instance_id: str) -> HostTree:
+        return self._alive(instance_id).tree
+
+    async def mark(self, instance_id: str) -> None:
+        await files.mark(self._tree(instance_id), self._mark_path(instance_id))
+
+    async def collect(self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None) -> Collected:
+        body = self._bodies.get(instance_id)
+        if body is None:
+            raise CorralError("not_found", f"instance {instance_id} is not here")
+        return await files.collect(
+            body.tree, self._mark_path(instance_id), outputs=outputs, max_bytes=max_bytes, into=into
+        )
+
+    async def stats(self, instance_id: str) -> Stats:
+        return await self._alive(instance_id).stats()
+
+    # -- what is left over ---------------------------------------------------------------------------------------------
+    async def leftovers(self) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self._find_leftovers)
+
+    def _find_leftovers(self) -> list[dict[str, Any]]:
+        owned = {key for key, entry in self._journal.instances.items() if entry.state != "condemned"}
+        return leftovers.find(
+            self._state,
+            self._installation,
+            owned=owned | set(self._creating) | set(self._bodies),
+            condemned=set(self._journal.instances) - owned,
+            execs=self._journal.exec_ids(),
+        )
+
+    async def gc(self) -> dict[str, int]:
+        before = await self.leftovers()
+        counts: dict[str, int] = {}
+        for instance_id in {str(item["instance_id"]) for item in before if item["instance_id"]}:
+            await self._gc_instance(instance_id)
+        for item in before:
+            if item["kind"] == "spool" and item["id"] not in self._journal.exec_ids():
+                await asyncio.to_thread(remove_tree, str(item["path"]))
+        after = await self.leftovers()
+        still = {(item["kind"], item["id"]) for item in after}
+        for item in before:
+            if (item["kind"], item["id"]) not in still:
+                counts[item["kind"]] = counts.get(item["kind"], 0) + 1
+        counts["failed"] = len(after)
+        return counts
+
+    async def _gc_instance(self, instance_id: str) -> None:
+        entry = self._journal.instances.get(instance_id)
+        if entry is not None:
+            if entry.state == "condemned" or instance_id not in self._bodies:
+                with contextlib.suppress(CorralError, OSError):
+                    await self.destroy(instance_id, "gc")
+            return
+        # Nobody remembers who made it: every adapter finds its own by directory and id, and only that.
+        directory = self._directory(instance_id)
+        for runtime in self._runtimes.values():
+            with contextlib.suppress(CorralError, OSError):
+                await runtime.destroy(runtime.partial_ref(directory, instance_id))
+        await asyncio.to_thread(remove_tree, directory)
+
+
+_ENDED_BY = frozenset({"cancelled", "sandbox_deleted", "lease_lost", "timeout", "circuit_breaker"})
+
+
+def _ref_to(ref: InstanceRef) -> dict[str, Any]:
+    return dataclasses.asdict(ref)
+
+
+def _ref_from(data: dict[str, Any]) -> InstanceRef:
+    return InstanceRef(data["runtime"], data["instance_id"], data["directory"], data["data"])
+
+
+class _Clock:
+    """Milliseconds per phase."""
+
+    def __init__(self, phases: dict[str, float]) -> None:
+        self._phases = phases
+        self._at = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self._phases[name] = round((now - self._at) * 1000, 3)
+        self._at = now

@@ -1,0 +1,171 @@
+"""What the host measures over one exec: counters before and after, peaks in between, full disks, and limits held by watching."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from corral.domain.facts import Usage
+from corral.domain.limits import Limits
+from corral.errors import CorralError
+from corral.linux.guesttree import Caps, GuestTree
+from corral.linux.process import ProcessRef, start_time
+from corral.node.body import Body
+from corral.ports.runtime import Stats
+
+WATCHED_S = 0.1
+"""Between two looks when a limit depends on them."""
+SAMPLE_S = 0.5
+"""Between two looks that only serve peaks and transient hits."""
+FULL_BYTES = 1024 * 1024
+FULL_TMP_BYTES = 64 * 1024
+FULL_INODES = 16
+DISK_WALK_S = 0.5
+LAST_WALK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Measured:
+    usage: Usage
+    disk_full: bool
+    inodes_full: bool
+    tmp_full: bool
+
+
+class Meter:
+    """Begin before the start frame, `watch` while it runs, `end` once. Everything is read on the host."""
+
+    def __init__(self, body: Body, limits: Limits) -> None:
+        self._body = body
+        self._limits = limits
+        self._before = Stats()
+        self._peak_memory: int | None = None
+        self._peak_pids: int | None = None
+        self._disk_full = self._inodes_full = self._tmp_full = False
+        self._disk_bytes: int | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def begin(self, *, alone: bool) -> None:
+        """Take the base line; peaks of the kernel start anew when no other exec runs."""
+        if alone:
+            try:
+                await self._body.runtime.reset_peaks(self._body.ref)
+            except (CorralError, OSError):
+                pass  # then the peak is the highest sample
+        self._before = await self._body.stats()
+
+    def watch(self, end: Callable[[str], None]) -> None:
+        """Look at it until `end()` or `stop()`; `end` is called with the reason when a watched limit is passed."""
+        self._task = asyncio.create_task(self._watch(end), name="meter")
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _watch(self, end: Callable[[str], None]) -> None:
+        modes = self._body.modes
+        watched = {name for name in ("memory", "pids", "disk") if getattr(modes, name) == "watched"}
+        pause = WATCHED_S if watched else SAMPLE_S
+        turn = 0
+        while True:
+            await asyncio.sleep(pause)
+            stats = await self._body.stats()
+            self._sample(stats)
+            if "memory" in watched and (stats.memory_bytes or 0) > self._limits.memory_bytes:
+                end("memory_watch")
+            if "pids" in watched and (stats.pids or 0) > self._limits.pids:
+                end("pids_watch")
+            if turn % max(1, round(SAMPLE_S / pause)) == 0:
+                await self._look_at_disk()
+                if "disk" in watched and (self._disk_bytes or 0) > self._limits.disk_bytes:
+                    end("disk_watch")
+            turn += 1
+
+    def _sample(self, stats: Stats) -> None:
+        if stats.memory_bytes is not None:
+            self._peak_memory = max(self._peak_memory or 0, stats.memory_bytes)
+        if stats.pids is not None:
+            self._peak_pids = max(self._peak_pids or 0, stats.pids)
+
+    async def _look_at_disk(self, seconds: float = DISK_WALK_S) -> None:
+        tree = self._body.tree
+        if tree.mode == "image":
+            try:
+                info = os.statvfs(tree.path)
+            except OSError:
+                return
+            self._disk_bytes = (info.f_blocks - info.f_bfree) * info.f_frsize
+            self._disk_full |= info.f_bavail * info.f_frsize < FULL_BYTES
+            self._inodes_full |= info.f_files > 0 and info.f_favail < FULL_INODES
+        else:
+            caps = Caps(entries=200_000, seconds=seconds)
+            try:
+                use = await asyncio.to_thread(GuestTree(tree.path, tree.uid, tree.gid, caps).usage)
+            except (CorralError, OSError):
+                return
+            if use.complete or use.bytes > (self._disk_bytes or 0):
+                self._disk_bytes = use.bytes
+        self._tmp_full |= _tmp_is_full(self._body.pid1)
+
+    async def end(self) -> Measured:
+        """Stop looking; what was used."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        after, before = await self._body.stats(), self._before
+        self._sample(after)
+        await self._look_at_disk(LAST_WALK_S)
+        peak = self._peak_memory
+        if after.peak_memory_bytes is not None and after.peak_memory_bytes > (before.peak_memory_bytes or 0):
+            peak = after.peak_memory_bytes
+        pids = self._peak_pids
+        if after.peak_pids is not None and after.peak_pids > (before.peak_pids or 0):
+            pids = after.peak_pids
+        usage = Usage(
+            peak_memory_bytes=peak,
+            cpu_seconds=_delta(before.cpu_seconds, after.cpu_seconds),
+            peak_pids=pids,
+            disk_bytes=self._disk_bytes,
+            oom_kills=_count(before.oom_kills, after.oom_kills),
+            pids_limit_hits=_count(before.pids_limit_hits, after.pids_limit_hits),
+        )
+        return Measured(usage, self._disk_full, self._inodes_full, self._tmp_full)
+
+
+def _delta(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else max(0.0, round(after - before, 6))
+
+
+def _count(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else max(0, after - before)
+
+
+def _tmp_is_full(ref: ProcessRef | None) -> bool:
+    """The temporary directory inside, seen through PID 1's root where we may look; never following a name of the sandbox."""
+    if ref is None:
+        return False
+    try:
+        root = os.open(f"/proc/{ref.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if start_time(ref.pid) != ref.start_time:
+            return False
+        tmp = os.open("tmp", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root)
+        device = os.fstat(root).st_dev
+    except OSError:
+        return False
+    finally:
+        os.close(root)
+    try:
+        if os.fstat(tmp).st_dev == device:
+            return False  # no file system of its own: its limit is the disk's
+        info = os.statvfs(tmp)
+    except OSError:
+        return False
+    finally:
+        os.close(tmp)
+    small = info.f_blocks * info.f_frsize
+    return small > 0 and info.f_bavail * info.f_frsize < min(FULL_TMP_BYTES, small // 8)
