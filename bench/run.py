@@ -26,7 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+PYTHON = next(
+    (p for p in ("/usr/bin/python3",) if os.path.exists(p)),
+    os.path.realpath(getattr(sys, "_base_executable", sys.executable)),
+)
 TRUE = "/bin/true"
 
 
