@@ -26,7 +26,7 @@ _ESCAPES = re.compile(
 _CONTROLS = re.compile(r"[\x00-\x07\x0b-\x1f\x7f-\x9f]")
 
 
-def agent_view(
+def render(
     stdout: bytes,
     stderr: bytes,
     budget_chars: int = DEFAULT_BUDGET,
@@ -64,7 +64,7 @@ def agent_view(
     return text[:budget]
 
 
-def view_of_result(result: Mapping[str, Any], budget_chars: int = DEFAULT_BUDGET) -> str:
+def agent_view(result: Mapping[str, Any], budget_chars: int = DEFAULT_BUDGET) -> str:
     """The view of a result document."""
     streams: dict[str, Any] = {}
     for name in ("stdout", "stderr"):
@@ -72,7 +72,7 @@ def view_of_result(result: Mapping[str, Any], budget_chars: int = DEFAULT_BUDGET
         streams[name] = _kept_bytes(stream)
         streams[f"{name}_head"] = stream.get("head_bytes")
         streams[f"{name}_omitted"] = stream["bytes"] - stream["kept_bytes"]
-    return agent_view(
+    return render(
         budget_chars=budget_chars,
         reason=result["reason"],
         exit_code=result["exit_code"],
@@ -83,7 +83,7 @@ def view_of_result(result: Mapping[str, Any], budget_chars: int = DEFAULT_BUDGET
 
 def _kept_bytes(stream: Mapping[str, Any]) -> bytes:
     encoded = stream.get("base64")
-    return base64.b64decode(encoded) if encoded is not None else str(stream["text"]).encode("utf-8")
+    return base64.b64decode(encoded) if encoded is not None else (stream["text"] or "").encode("utf-8")
 
 
 def clean(data: bytes, head: int | None = None, omitted: int = 0) -> str:

@@ -433,11 +433,15 @@ def outcomeless_document(
     modes: LimitModes | None = None,
     timings: Mapping[str, float | None] | None = None,
     started: bool | None = False,
+    stdout: Mapping[str, Any] | None = None,
+    stderr: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The result of a run that never had a program to report on: `policy_denied`, `missing_tool`, `infra_error`, ..."""
     return result_document(
         Verdict(reason, None, None, hint, started),
         ExecFacts(started=started),
+        stdout=stdout,
+        stderr=stderr,
         limits=limits or Limits(),
         modes=modes or LimitModes(),
         timings=timings,
