@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 import click
 
@@ -121,7 +121,7 @@ class Remote:
             terminal.write(1, block)
         return {}
 
-    def _download(self) -> Iterator[bytes]:
+    def _download(self) -> Generator[bytes, None, None]:
         yield from self.transport.download(self.address, {"path": self.path, "user": self.user})
 
 

@@ -129,7 +129,9 @@ class PassThrough(click.Command):
                 options.append(f"{word}={number}")
             elif word.startswith("-") and word != "-":
                 options.append(word)
-                if takes_value.get(word, False) and args:
+                if takes_value.get(word, False):
+                    if not args:
+                        raise click.BadOptionUsage(word, f"Option {word!r} requires an argument.")
                     options.append(args.pop(0))
             elif len(words) < self.leading:
                 words.append(word)

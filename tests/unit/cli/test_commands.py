@@ -1,0 +1,242 @@
+"""The commands beside run and exec."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import RUN, SANDBOX, Call, FakeTransport, refusal
+
+SBX = {"id": SANDBOX, "state": "idle", "runtime": "crun", "template": "host"}
+
+
+def archive(*members: tuple[str, Any]) -> bytes:
+    """A tar: bytes = file, None = directory, str = link, or a TarInfo."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in members:
+            info = content if isinstance(content, tarfile.TarInfo) else tarfile.TarInfo(name)
+            if content is None:
+                info.type, info.mode = tarfile.DIRTYPE, 0o755
+            elif isinstance(content, str):
+                info.type, info.linkname = tarfile.SYMTYPE, content
+            elif isinstance(content, bytes):
+                info.size, info.mode = len(content), 0o640
+            tar.addfile(info, io.BytesIO(content) if isinstance(content, bytes) else None)
+    return buffer.getvalue()
+
+
+def sliced(data: bytes) -> Iterator[bytes]:
+    for start in range(0, len(data), 700):
+        yield data[start : start + 700]
+
+
+def test_create_prints_the_id_and_a_newline(corral: Call, transport: FakeTransport) -> None:
+    transport.document = SBX
+    assert corral("sandbox", "create", "--memory", "1G").out == f"{SANDBOX}\n".encode()
+    assert transport.calls[0][:3] == ("POST", "/v1/sandboxes", {"memory": "1G"})
+    assert corral("sandbox", "create", "--json").json == SBX
+
+
+def test_ls_reads_every_page(corral: Call, transport: FakeTransport) -> None:
+    pages = iter([{"items": [SBX], "next": "n"}, {"items": [SBX], "next": None}])
+    transport.document = lambda *_: next(pages)
+    assert corral("sandbox", "ls", "--json").json == {"items": [SBX, SBX], "next": None}
+    assert [call[3].get("after") for call in transport.calls] == [None, "n"]
+
+
+def test_ls_prints_plain_columns_when_it_is_no_terminal(corral: Call, transport: FakeTransport) -> None:
+    transport.document = {"items": [SBX | {"state": "id\x1b[0m"}], "next": None}
+    lines = corral("sandbox", "ls").out.decode().splitlines()
+    assert lines[0].split()[:3] == ["ID", "STATE", "RUNTIME"]
+    assert lines[1].split()[:3] == [SANDBOX, "id\\x1b[0m", "crun"]
+
+
+def test_rm_goes_on_after_a_refusal_and_reports_it(corral: Call, transport: FakeTransport) -> None:
+    gone = SBX | {"state": "terminated"}
+    transport.document = lambda method, path: refusal("not_found", "no sandbox") if "bad" in path else gone
+    assert corral("sandbox", "rm", SANDBOX).status == 0
+    said = corral("sandbox", "rm", "sbx_bad", SANDBOX)
+    assert (said.status, said.err) == (125, "corral: not_found: no sandbox\n")
+    assert [call[1] for call in transport.calls][-1].endswith(SANDBOX)
+    assert corral("sandbox", "rm", "--json", "sbx_bad").json["error"]["code"] == "not_found"
+
+
+def test_logs_of_one_stream_are_raw(corral: Call, transport: FakeTransport) -> None:
+    transport.blocks = [b"\xff\0", b"end"]
+    said = corral("logs", RUN, "--stream", "stderr")
+    assert (said.out, said.err) == (b"\xff\0end", "")
+    assert transport.calls[0][1:] == (f"/v1/runs/{RUN}/logs", None, {"stream": "stderr", "follow": False})
+    assert corral("logs", "exe_1", "--stream", "stdout", "--json").json == {
+        "id": "exe_1",
+        "stdout": {"bytes": 5, "text": "\ufffd\0end", "base64": "/wBlbmQ="},
+    }
+
+
+@pytest.mark.parametrize(("default", "status"), [("crun", 0), (None, 1)])
+def test_doctor_fails_without_a_default(
+    corral: Call, transport: FakeTransport, default: str | None, status: int
+) -> None:
+    runtimes = [
+        {
+            "name": "crun",
+            "usable": True,
+            "reason": None,
+            "security_level": 1,
+            "version": "1",
+            "limits": {"cpu": "enforced"},
+        }
+    ]
+    transport.document = {
+        "runtimes": runtimes,
+        "default": default,
+        "host": {"cgroup": "v2", "user": "root"},
+        "leftovers": [],
+    }
+    assert corral("doctor").status == status
+    told = corral("doctor", "--json")
+    assert (told.status, told.json["default"]) == (status, default)
+
+
+def test_gc_fails_when_something_could_not_be_removed(corral: Call, transport: FakeTransport) -> None:
+    transport.document = {"mount": 2, "failed": 0}
+    assert corral("gc").out.decode().splitlines()[1].split() == ["mount", "2"]
+    transport.document = {"mount": 0, "failed": 1}
+    assert corral("gc").status == 125
+
+
+def test_upload_is_a_tar_of_what_is_there(corral: Call, transport: FakeTransport, tmp_path: Path) -> None:
+    source = tmp_path / "源"
+    (source / "empty").mkdir(parents=True)
+    (source / "run.sh").write_bytes(b"\xff" * 1000)
+    (source / "run.sh").chmod(0o750)
+    (source / "link").symlink_to("/etc/passwd")
+    transport.blocks = refusal("not_found", "no such path")
+    assert corral("cp", str(source), f"{SANDBOX}:new").status == 0
+    assert transport.calls[-1][1:] == (
+        f"/v1/sandboxes/{SANDBOX}/files/archive",
+        None,
+        {"path": "/workspace", "user": None},
+    )
+    with tarfile.open(fileobj=io.BytesIO(transport.uploads[0])) as tar:
+        assert {m.name: (m.type, m.mode, m.linkname) for m in tar} == {
+            "new": (tarfile.DIRTYPE, stat.S_IMODE(source.stat().st_mode), ""),
+            "new/empty": (tarfile.DIRTYPE, stat.S_IMODE(source.stat().st_mode), ""),
+            "new/link": (tarfile.SYMTYPE, 0o777, "/etc/passwd"),
+            "new/run.sh": (tarfile.REGTYPE, 0o750, ""),
+        }
+        content = tar.extractfile("new/run.sh")
+        assert content is not None and content.read() == b"\xff" * 1000
+
+
+def test_upload_into_a_directory_that_is_there_keeps_the_name(
+    corral: Call, transport: FakeTransport, tmp_path: Path
+) -> None:
+    (tmp_path / "f").write_text("x")
+    transport.blocks = lambda _: sliced(archive(("d", None)))
+    assert corral("cp", f"{tmp_path}/f", f"{SANDBOX}:/tmp/d").status == 0
+    assert transport.calls[-1][3]["path"] == "/tmp/d"
+    transport.blocks = lambda _: sliced(archive(("d", b"a file")))
+    assert corral("cp", f"{tmp_path}/f", f"{SANDBOX}:/tmp/d").status == 0
+    assert transport.calls[-1][3]["path"] == "/tmp"
+    with tarfile.open(fileobj=io.BytesIO(transport.uploads[-1])) as tar:
+        assert tar.getnames() == ["d"]
+
+
+def test_download_makes_files_directories_and_links(corral: Call, transport: FakeTransport, tmp_path: Path) -> None:
+    name = "很" * 60
+    tree = archive(
+        ("out", None), ("out/a", b"A" * 5000), ("out/l", "/etc/passwd"), (f"out/{name}", b""), ("out/d", None)
+    )
+    transport.blocks = lambda _: sliced(tree)
+    assert corral("cp", f"{SANDBOX}:out", str(tmp_path / "copy")).status == 0
+    assert (tmp_path / "copy" / "a").read_bytes() == b"A" * 5000
+    assert stat.S_IMODE((tmp_path / "copy" / "a").stat().st_mode) == 0o640
+    assert os.readlink(tmp_path / "copy" / "l") == "/etc/passwd"
+    assert (tmp_path / "copy" / name).is_file() and (tmp_path / "copy" / "d").is_dir()
+    told = corral("cp", "--json", f"{SANDBOX}:out", str(tmp_path / "copy"))
+    assert (tmp_path / "copy" / "out" / "a").exists(), "a directory that is there receives the tree under its name"
+    assert told.json["files"] == 2 and told.json["bytes"] == 5000
+
+
+def test_download_of_a_file_replaces_a_link_instead_of_following_it(
+    corral: Call, transport: FakeTransport, tmp_path: Path
+) -> None:
+    (tmp_path / "canary").write_text("safe")
+    (tmp_path / "f").symlink_to(tmp_path / "canary")
+    transport.blocks = lambda _: sliced(archive(("f", b"new")))
+    assert corral("cp", f"{SANDBOX}:f", str(tmp_path / "f")).status == 0
+    assert (tmp_path / "canary").read_text() == "safe"
+    assert (tmp_path / "f").read_text() == "new" and not (tmp_path / "f").is_symlink()
+
+
+def device() -> tarfile.TarInfo:
+    info = tarfile.TarInfo("r/dev")
+    info.type, info.devmajor, info.devminor = tarfile.CHRTYPE, 1, 3
+    return info
+
+
+def hard_link(target: str) -> tarfile.TarInfo:
+    info = tarfile.TarInfo("r/hard")
+    info.type, info.linkname = tarfile.LNKTYPE, target
+    return info
+
+
+EVIL = {
+    "parent": [("r", None), ("r/../../evil", b"x")],
+    "absolute": [("/evil", b"x")],
+    "other root": [("r", None), ("evil", b"x")],
+    "through a link": [("r", None), ("r/l", "../.."), ("r/l/evil", b"x")],
+    "link over the root": [("r", "../.."), ("r/evil", b"x")],
+    "device": [("r", None), ("r/dev", device())],
+    "hard link out": [("r", None), ("r/hard", hard_link("r/../../secret"))],
+    "hard link through a link": [("r", None), ("r/l", "../.."), ("r/hard", hard_link("r/l/secret"))],
+}
+
+
+@pytest.mark.parametrize("kind", EVIL)
+def test_a_hostile_archive_writes_and_reads_nothing_outside(
+    corral: Call, transport: FakeTransport, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    transport.blocks = lambda _: sliced(archive(*EVIL[kind]))
+    said = corral("cp", f"{SANDBOX}:r", str(inner / "copy"))
+    assert said.status in (2, 125) and said.err.startswith("corral: ")
+    assert not list(tmp_path.rglob("evil"))
+    assert [p for p in inner.rglob("*") if p.is_file() and not p.is_symlink() and p.read_text() == "secret"] == []
+
+
+def test_a_tar_stream_goes_through_as_it_is(
+    corral: Call, transport: FakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = archive(("d", None), ("d/f", b"x"))
+    transport.blocks = lambda _: sliced(data)
+    assert corral("cp", f"{SANDBOX}:d", "-").out == data
+    read, write = os.pipe()
+    os.write(write, data)
+    os.close(write)
+    saved = os.dup(0)
+    os.dup2(read, 0)
+    try:
+        assert corral("cp", "-", f"{SANDBOX}:d").status == 0
+    finally:
+        os.dup2(saved, 0)
+        os.close(saved)
+        os.close(read)
+    assert transport.uploads == [data]
+    assert transport.calls[-1][3]["path"] == "/workspace/d"
+
+
+def test_cancel_of_what_has_ended_is_no_error(corral: Call, transport: FakeTransport) -> None:
+    said = corral("cancel", RUN)
+    assert (said.status, said.out, said.err) == (0, b"", "")
+    assert transport.calls[0][:2] == ("POST", f"/v1/runs/{RUN}/cancel")

@@ -1,0 +1,182 @@
+"""What a command line means as a request."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Call, FakeTransport
+
+
+@pytest.mark.parametrize(
+    ("arguments", "document"),
+    [
+        (["-c", "print(1)"], {"code": "print(1)", "language": "python", "args": []}),
+        (["-c", "x", "a", "--json", "-c"], {"code": "x", "language": "python", "args": ["a", "--json", "-c"]}),
+        (["-c", "x", "--", "-v"], {"code": "x", "language": "python", "args": ["-v"]}),
+        (["-c", "--", "a"], {"code": "--", "language": "python", "args": ["a"]}),
+        (["-cprint(1)"], {"code": "print(1)", "language": "python", "args": []}),
+        (["--language", "bash", "-c", "ls"], {"code": "ls", "language": "bash", "args": []}),
+        (["--", "ls", "--", "-l"], {"command": ["ls", "--", "-l"]}),
+        (["--", "--version"], {"command": ["--version"]}),
+        (["--shell", "a | b"], {"shell": "a | b"}),
+        (["--", "你好", "\udcff"], {"command": ["你好", "\udcff"]}),
+        (["--timeout", "2.5", "--", "x"], {"command": ["x"], "timeout": 2.5}),
+        (["--memory=1G", "--pids", "9", "--cpu", "0.5", "--", "x"], {"command": ["x"], "memory": "1G", "pids": 9, "cpu": 0.5}),
+        (["--env", "A=b=c", "--env", "E=", "--", "x"], {"command": ["x"], "env": {"A": "b=c", "E": ""}}),
+        (["--keep", "--ttl", "60", "--", "x"], {"command": ["x"], "keep": True, "ttl": 60.0}),
+        (["--outputs", "a/*", "--outputs", "b", "--", "x"], {"command": ["x"], "outputs": ["a/*", "b"]}),
+        (["--network", "web", "--session", "s", "--", "x"], {"command": ["x"], "network": "web", "session": "s"}),
+        (["--dep", "python:requests", "--", "x"], {"command": ["x"], "dep": ["python:requests"]}),
+        (["--output-limit", "1M", "--output-kill", "2M", "--", "x"],
+         {"command": ["x"], "output_limit": "1M", "output_kill": "2M"}),
+    ],
+)  # fmt: skip
+def test_words_become_fields_of_the_api(request_of: Any, arguments: list[str], document: dict[str, Any]) -> None:
+    assert request_of("run", *arguments) == document
+
+
+def test_file_goes_as_code_under_its_own_name(request_of: Any, tmp_path: Path) -> None:
+    program = tmp_path / "工具.py"
+    program.write_bytes("print('你好')\n".encode() + b"# \xff\n")
+    document = request_of("run", str(program), "-v", "--", "x")
+    assert document["code_path"] == "工具.py"
+    assert document["code"].encode("utf-8", "surrogateescape") == program.read_bytes()
+    assert document["args"] == ["-v", "--", "x"]
+    assert "language" not in document
+
+
+@pytest.mark.parametrize(
+    ("written", "chars"), [(["--agent-view"], 8000), (["--agent-view", "300"], 300), (["--agent-view=500"], 500)]
+)
+def test_agent_view_takes_the_next_word_only_if_it_is_a_number(
+    corral: Call, transport: FakeTransport, tmp_path: Path, written: list[str], chars: int
+) -> None:
+    program = tmp_path / "p.py"
+    program.touch()
+    transport.document = {
+        "id": "run_x",
+        "state": "finished",
+        "agent_view": "seen",
+        "result": {"reason": "ok", "exit_code": 0},
+    }
+    called = corral("run", *written, str(program))
+    assert called.out == b"seen"
+    assert transport.calls[-1][3] == {"wait": 30, "view": "agent", "chars": chars}
+
+
+def test_exec_takes_options_on_both_sides_of_the_id(request_of: Any, transport: FakeTransport) -> None:
+    document = request_of("exec", "--timeout", "3", "sbx_1", "--cwd", "/tmp", "--", "ls", "-l")
+    assert document == {"argv": ["ls", "-l"], "timeout": 3.0, "cwd": "/tmp"}
+    assert transport.calls[0][:2] == ("POST", "/v1/sandboxes/sbx_1/execs")
+
+
+def test_files_go_with_their_modes_and_directories_whole(request_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "d" / "e").mkdir(parents=True)
+    (tmp_path / "d" / "e" / "a.bin").write_bytes(b"\0\xff")
+    (tmp_path / "d" / "run.sh").write_text("x")
+    (tmp_path / "d" / "run.sh").chmod(0o755)
+    source = str(tmp_path / "d")
+    document = request_of(
+        "run", "--file", source, "--file", f"{source}/run.sh:bin/go", "--file", f"{source}/run.sh:in/", "--", "x"
+    )
+    files = {f["path"]: (f["mode"], base64.b64decode(f["base64"])) for f in document["files"]}
+    assert files == {
+        "d/e/a.bin": ("0644", b"\0\xff"),
+        "d/run.sh": ("0755", b"x"),
+        "bin/go": ("0755", b"x"),
+        "in/run.sh": ("0755", b"x"),
+    }
+
+
+def test_the_last_colon_splits_source_and_destination(request_of: Any, tmp_path: Path) -> None:
+    odd = tmp_path / "a:b"
+    odd.write_text("x")
+    assert request_of("run", "--file", f"{odd}:c", "--", "x")["files"][0]["path"] == "c"
+
+
+def test_workspace_prefix_of_a_destination_is_taken_off(request_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("x")
+    document = request_of("run", "--file", f"{tmp_path}/f:/workspace/g", "--file", f"{tmp_path}:/workspace", "--", "x")
+    assert [f["path"] for f in document["files"]] == ["g", "f"]
+
+
+def test_stdin_is_sent_as_bytes(request_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"\xff\n")
+    document = request_of("run", "--stdin", str(tmp_path / "in"), "--", "cat")
+    assert base64.b64decode(document["stdin_base64"]) == b"\xff\n"
+
+
+BAD = [
+    ([], "usage", 2),
+    (["run"], "usage", 2),
+    (["run", "--bogus", "x"], "usage", 2),
+    (["run", "--timeout"], "usage", 2),
+    (["run", "-c"], "usage", 2),
+    (["run", "-c", "x", "--shell", "y"], "usage", 2),
+    (["run", "--shell", "y", "arg"], "usage", 2),
+    (["run", "--language", "python", "--", "x"], "usage", 2),
+    (["run", "/no/such/file.py"], "usage", 2),
+    (["run", "/"], "usage", 2),
+    (["run", "a\0b"], "usage", 2),
+    (["run", "--env", "A", "--", "x"], "usage", 2),
+    (["run", "--env", "=b", "--", "x"], "usage", 2),
+    (["run", "--file", "/no/such", "--", "x"], "usage", 2),
+    (["run", "--file", "/dev/null", "--", "x"], "usage", 2),
+    (["run", "--stdin", "/no/such", "--", "x"], "usage", 2),
+    (["run", "--agent-view=many", "--", "x"], "usage", 2),
+    (["run", "--timeout", "soon", "--", "x"], "invalid_value", 125),
+    (["run", "--timeout", "-1", "--", "x"], "invalid_value", 125),
+    (["run", "--timeout", "nan", "--", "x"], "invalid_value", 125),
+    (["run", "--timeout", "1e3", "--", "x"], "invalid_value", 125),
+    (["run", "--cpu", "all", "--", "x"], "invalid_value", 125),
+    (["run", "--pids", "1.5", "--", "x"], "invalid_value", 125),
+    (["exec"], "usage", 2),
+    (["exec", "sbx_1"], "usage", 2),
+    (["exec", "sbx_1", "--memory", "1G", "--", "x"], "usage", 2),
+    (["cp", "a"], "usage", 2),
+    (["cp", "a", "b"], "usage", 2),
+    (["cp", "sbx_1:a", "sbx_2:b"], "usage", 2),
+    (["cp", "a", "sbx_1:"], "usage", 2),
+    (["cp", "/no/such", "sbx_1:a"], "usage", 2),
+    (["sandbox"], "usage", 2),
+    (["sandbox", "rm"], "usage", 2),
+    (["sandbox", "burn"], "usage", 2),
+    (["logs", "run_1", "--stream", "stdlog"], "usage", 2),
+    (["frobnicate"], "usage", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "status"), BAD, ids=[" ".join(a).replace("\0", "NUL") or "nothing" for a, _, _ in BAD]
+)
+def test_bad_words_are_refused_in_both_forms(
+    corral: Call, transport: FakeTransport, arguments: list[str], code: str, status: int
+) -> None:
+    said = corral(*arguments)
+    assert (said.status, said.out) == (status, b"")
+    assert said.err.startswith(f"corral: {code}: ") and said.err.count("\n") == 1
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    told = corral(*arguments[:1], "--json", *arguments[1:cut], *arguments[cut:]) if arguments else None
+    if told is not None and arguments[0] != "frobnicate" and arguments != ["sandbox"]:
+        assert (told.status, told.err) == (status, "")
+        assert told.json["error"]["code"] == code
+        assert told.json["error"]["hint"] or told.json["error"]["field"] or code != "usage"
+    assert not [call for call in transport.calls if call[0] in ("POST", "PUT")]
+
+
+def test_input_over_the_body_limit_is_refused_before_it_is_sent(
+    corral: Call, transport: FakeTransport, tmp_path: Path
+) -> None:
+    big = tmp_path / "big"
+    with big.open("wb") as file:
+        os.truncate(file.fileno(), 25 * 1024 * 1024)
+    for arguments in (["--file", str(big)], ["--stdin", str(big)]):
+        said = corral("run", *arguments, "--", "x")
+        assert said.status == 125
+        assert "corral: too_large: " in said.err and "corral cp" in said.err
+    assert not transport.calls
