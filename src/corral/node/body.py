@@ -63,7 +63,7 @@ class Body:
         self._client: GuestClient | None = None
         self._dialling = asyncio.Lock()
         self._losses: list[float] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -195,14 +195,14 @@ class Body:
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run something of this body beside; it is cancelled when we let go."""
-
-        async def run() -> None:
-            with contextlib.suppress(CorralError):
-                await work
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._spawned)
+
+    def _spawned(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen; whatever it was about shows itself to those who wait for it
 
     async def let_go(self) -> None:
         """Stop looking after it; it lives on. Idempotent."""

@@ -18,7 +18,7 @@ from corral.domain.fence import Fence
 from corral.domain.ids import is_id, ulid_of
 from corral.domain.limits import LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups, process, sockets
+from corral.linux import cgroups, disk, process, sockets
 from corral.linux.guesttree import remove_tree
 from corral.node import execs as exec_life
 from corral.node import files, leftovers
@@ -347,12 +347,15 @@ class LocalNode:
             self._journal.put_instance(InstanceEntry(request.instance_id, "live", request.fence, data))
         except BaseException as error:
             if body is not None:
+                if isinstance(error, CorralError) and error.code == "guest_lost":
+                    said = await asyncio.to_thread(_tail, os.path.join(body.tree.path, disk.LOG))
+                    error = CorralError("infra_error", f"the sandbox did not start: {said or error.detail}")
                 await body.let_go()
             await asyncio.shield(self._undo(request.instance_id, runtime))
             if isinstance(error, OSError) and not isinstance(error, CorralError):
                 code = "too_large" if error.errno == errno.ENOSPC else "infra_error"
                 raise CorralError(code, f"the sandbox could not be made: {error}") from error
-            raise
+            raise error
         self._bodies[request.instance_id] = body
         body.watch(max(0.0, deadline_at - time.monotonic()))
         return InstanceReport(request.instance_id, data["ref"], template.digest, info.security_level, phases)
@@ -717,6 +720,19 @@ def _ref_to(ref: InstanceRef) -> dict[str, Any]:
 
 def _ref_from(data: dict[str, Any]) -> InstanceRef:
     return InstanceRef(data["runtime"], data["instance_id"], data["directory"], data["data"])
+
+
+def _tail(path: str) -> str:
+    """The guest's last words; before any exec has run they are its own."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        size = os.fstat(fd).st_size
+        return os.pread(fd, 400, max(0, size - 400)).decode("utf-8", "replace").strip()
+    finally:
+        os.close(fd)
 
 
 class _Clock:
