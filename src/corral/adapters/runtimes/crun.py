@@ -2,18 +2,18 @@
 
 What is made for an instance, and where a later process finds it (everything derives from the directory and the instance id):
 
-* `DIRECTORY/disk.img`, `disk` (mount), `root` (id-mapped mount of the base), `config.json`, `crun.pid`, `instance.json`;
+* `DIRECTORY/disk.img`, `disk` (mount), `root` (id-mapped mount of the base), `config.json`, `crun.pid`,
+  `launch.log`, `instance.json`;
 * the control group `corral/<installation>/<instance>`; crun's own record `STATE/node/crun/<instance>`; a range of host ids.
 
-The launcher is `unshare -> sh -> crun`, one process that becomes the next: it enters the groups, takes the unused v2 hierarchy of
-a hybrid host out of its private view (crun refuses such hosts) and runs the container detached. It and the container's
-PID 1 hold an exclusive lock on `disk/guest.log`, their standard output: while the lock is held somebody may still be starting.
+The launcher is one process that becomes the next, `sh -> unshare -> sh -> crun`. It holds an exclusive lock on `launch.log` until
+it has entered the groups; from then on the groups name it. So at each moment a later process sees whether somebody may still be
+starting. Output of crun and of the guest goes to `disk/guest.log`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import json
 import os
@@ -43,16 +43,19 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_S = 20.0
 _STOP_S = 20.0
 _CONTROL_FD = 3
+_LOCK = "launch.log"
 
-# $1 = v2 hierarchy to take out of view ("" = none), $2 = number of group files, then these, then crun's command.
-# The socket comes as standard input, so that it alone becomes descriptor 3, which is what --preserve-fds demands.
-_LAUNCHER = """
-hide=$1 count=$2
+# Enters the groups, which costs a wait of the kernel's, while the disk is being made; goes on when told to, ends when we end.
+# The socket comes as standard output, so that it alone becomes descriptor 3, which is what --preserve-fds demands.
+_ENTER = """
+log=$1 count=$2
 shift 2
 while [ "$count" -gt 0 ]; do echo 0 >"$1" || exit 90; shift; count=$((count - 1)); done
-[ -z "$hide" ] || umount "$hide" || exit 91
-exec "$@" 3<&0 </dev/null
+read -r go || exit 91
+exec "$@" 3>&1 </dev/null >>"$log" 2>&1
 """
+# crun refuses a host that shows it v1 controllers and a v2 hierarchy: the latter leaves its private view.
+_HIDE = 'umount "$1" || exit 92; shift; exec "$@"'
 
 
 class CrunRuntime:
@@ -140,29 +143,34 @@ class CrunRuntime:
         clock = _Phases()
         base = None if "unsafe_one_uid" in spec.unsafe else self._ids.allocate(spec.instance_id)
         faults.point("runtime.create.range")
-        tree = self._make_disk(spec, base, clock)
-        root = f"{spec.directory}/root"
-        self._show_base(spec.rootfs, root, base)
-        faults.point("runtime.create.root")
-        clock.lap("root")
         group = cgroups.host().create(f"{self._installation}/{spec.instance_id}", spec.limits)
         faults.point("runtime.create.cgroup")
-        clock.lap("cgroup")
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        files = max(4096, spec.limits.open_files)
-        configuration = oci.configuration(
-            spec,
-            root=root,
-            disk=tree.path,
-            base_uid=base,
-            open_files=files if hard == resource.RLIM_INFINITY else min(files, hard),
-            control_fd=_CONTROL_FD,
-        )
-        _write_json(f"{spec.directory}/config.json", configuration)
+        clock.lap("groups")
         os.makedirs(self._records, 0o700, exist_ok=True)
-        faults.point("runtime.create.config")
-        clock.lap("config")
-        self._launch(spec, control, group, tree)
+        launcher = _Launcher(spec.directory, self._command(spec, group), control)
+        try:
+            faults.point("runtime.create.launching")
+            clock.lap("launcher")
+            tree = self._make_disk(spec, base, clock)
+            root = f"{spec.directory}/root"
+            self._show_base(spec.rootfs, root, base)
+            faults.point("runtime.create.root")
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            files = max(4096, spec.limits.open_files)
+            configuration = oci.configuration(
+                spec,
+                root=root,
+                disk=tree.path,
+                base_uid=base,
+                open_files=files if hard == resource.RLIM_INFINITY else min(files, hard),
+                control_fd=_CONTROL_FD,
+            )
+            _write_json(f"{spec.directory}/config.json", configuration)
+            faults.point("runtime.create.config")
+            clock.lap("config")
+            launcher.go()
+        finally:
+            launcher.close()
         faults.point("runtime.create.started")
         init = self._find_init(spec, group)
         group.reset_peak()  # the launcher's own use is not the sandbox's
@@ -199,46 +207,21 @@ class CrunRuntime:
         else:
             mounts.bind(rootfs, root, read_only=True)
 
-    def _launch(self, spec: InstanceSpec, control: socket.socket, group: Cgroup, tree: HostTree) -> None:
-        crun = _find_crun()
-        hide = _unused_v2()
-        command = ["unshare", "--mount", "--propagation", "slave", "--", "sh", "-c", _LAUNCHER, "sh", hide]
-        command += [str(len(group.procs_files)), *group.procs_files]
-        command += [crun, "--root", self._records, "--cgroup-manager", "disabled"]
-        command += ["run", "--detach", "--preserve-fds", "1", "--bundle", spec.directory]
-        command += ["--pid-file", f"{spec.directory}/crun.pid", spec.instance_id]
-        log = os.open(f"{tree.path}/{disk.LOG}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            launcher = subprocess.Popen(
-                command,
-                stdin=control.fileno(),
-                stdout=log,
-                stderr=log,
-                env={"PATH": _PATH},
-                cwd="/",
-                start_new_session=True,
-            )
-        finally:
-            os.close(log)
-        faults.point("runtime.create.launching")
-        child = process.ref_of(launcher.pid)  # there until we reap it; `wait` with a time-out would sleep in steps
-        in_time = child is None or process.wait_gone_blocking(child, _START_S)
-        if child is not None and not in_time:
-            process.kill(child)
-        status = launcher.wait()
-        if status != 0:
-            said = _tail(f"{tree.path}/{disk.LOG}")
-            what = f"ended with status {status}" if in_time else f"did not end in {_START_S:.0f} s"
-            raise CorralError("infra_error", f"crun {what}: {said or 'it said nothing'}")
+    def _command(self, spec: InstanceSpec, group: Cgroup) -> list[str]:
+        crun = [_find_crun(), "--root", self._records, "--cgroup-manager", "disabled"]
+        crun += ["run", "--detach", "--preserve-fds", "1", "--bundle", spec.directory]
+        crun += ["--pid-file", f"{spec.directory}/crun.pid", spec.instance_id]
+        if hide := _unused_v2():
+            crun = ["unshare", "--mount", "--propagation", "slave", "--", "sh", "-c", _HIDE, "sh", hide, *crun]
+        files = group.procs_files
+        return ["sh", "-c", _ENTER, "sh", f"{spec.directory}/disk/{disk.LOG}", str(len(files)), *files, *crun]
 
     def _find_init(self, spec: InstanceSpec, group: Cgroup) -> ProcessRef:
         with open(f"{spec.directory}/crun.pid", encoding="ascii") as file:
             pid = int(file.read().strip())
         init = process.ref_of(pid)
         if init is None or not process.is_alive(init) or pid not in group.procs():
-            said = _tail(f"{spec.directory}/disk/{disk.LOG}")
-            raise CorralError("infra_error", f"the guest ended at once: {said or 'it said nothing'}")
+            raise CorralError("infra_error", f"the guest ended at once: {_said(spec.directory)}")
         return init
 
     # -- reading
@@ -280,16 +263,16 @@ class CrunRuntime:
             group.kill(max(0.1, end - time.monotonic()))
             if (init := _init(ref)) is not None:
                 process.kill(init)
+            starting = _locked(f"{ref.directory}/{_LOCK}")  # first: a launcher enters the group before it lets go
             alive = group.procs()
-            starting = _locked(f"{ref.directory}/disk/{disk.LOG}")
-            if not alive and not starting:
+            if not alive and base is not None:
                 # The ids are the instance's alone, so whatever runs under one of them is its own, wherever it hides.
-                alive = userns.processes_of(base) if base is not None else []
-                if not alive:
-                    return []
+                alive = userns.processes_of(base)
                 for pid in alive:
-                    if (stray := process.ref_of(pid)) is not None and pid > 1:
+                    if pid > 1 and (stray := process.ref_of(pid)) is not None:
                         process.kill(stray)
+            if not alive and not starting:
+                return []
             if time.monotonic() > end:
                 return [f"process {pid}" for pid in alive] or ["a launcher that has not ended"]
             time.sleep(pause)
@@ -323,7 +306,7 @@ class CrunRuntime:
         left += [f"loop device {device}" for device in disk.stray_loops(ref.directory)]
         clock.lap("disk")
         faults.point("runtime.destroy.disk")
-        for name in ("instance.json", "crun.pid", "config.json"):
+        for name in ("instance.json", "crun.pid", "config.json", _LOCK):
             try:
                 os.unlink(f"{ref.directory}/{name}")
             except FileNotFoundError:
@@ -431,6 +414,53 @@ class CrunRuntime:
                     self._busy[instance_id] = (lock, users - 1)
 
 
+class _Launcher:
+    """The process that becomes crun. It holds the lock of `launch.log` until it is crun, in the instance's groups before that."""
+
+    def __init__(self, directory: str, command: list[str], control: socket.socket) -> None:
+        self._directory = directory
+        log = os.open(f"{directory}/{_LOCK}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=control.fileno(),
+                stderr=log,
+                env={"PATH": _PATH},
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+
+    def go(self) -> None:
+        """Let it start the container, and wait until that is done."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(b"go\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its exit status tells why
+        ref = process.ref_of(self._process.pid)
+        in_time = ref is None or process.wait_gone_blocking(ref, _START_S)  # `wait(timeout)` would sleep in steps
+        if ref is not None and not in_time:
+            process.kill(ref)
+        status = self._process.wait()
+        if status != 0:
+            what = f"ended with status {status}" if in_time else f"did not end in {_START_S:.0f} s"
+            raise CorralError("infra_error", f"crun {what}: {_said(self._directory)}")
+
+    def close(self) -> None:
+        """End it, if it still waits for its `go`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self._process.wait()
+
+
 class _Phases:
     """Milliseconds per step."""
 
@@ -478,15 +508,11 @@ def _write_json(path: str, value: dict[str, Any]) -> None:
 
 
 def _locked(path: str) -> bool:
-    """Whether a launcher or a guest holds the lock of its log."""
+    """Whether a launcher that is not yet in its groups may be alive."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
-    except OSError as error:
-        if error.errno == errno.EIO:  # a disk that was shut down already: nobody is left by then
-            return False
-        raise
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -496,13 +522,17 @@ def _locked(path: str) -> bool:
     return False
 
 
-def _tail(path: str, size: int = 2000) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-            return file.read(size).decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
+def _said(directory: str, size: int = 2000) -> str:
+    """The end of what launcher, crun and guest wrote."""
+    found = []
+    for name in (_LOCK, f"disk/{disk.LOG}"):
+        try:
+            with open(f"{directory}/{name}", "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+                found.append(file.read(size).decode("utf-8", "replace").strip())
+        except OSError:
+            continue
+    return " ".join(filter(None, found)) or "it said nothing"
 
 
 def _find_crun() -> str:
