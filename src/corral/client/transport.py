@@ -8,11 +8,18 @@ problem document. `KeyboardInterrupt` passes through every call and leaves the t
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from corral.errors import CorralError
+
 Json = dict[str, Any]
+PATIENCE_S = 30.0
+"""How long a call is repeated while nothing answers."""
+
 Params = Mapping[str, str | int | float | bool | None]
 
 
@@ -67,3 +74,129 @@ def quote(segment: str) -> str:
     from urllib.parse import quote as encode
 
     return encode(segment.encode("utf-8", "surrogateescape"), safe="")
+
+
+class Cut(ConnectionError):
+    """The connection could not be made (`sent` False) or broke off."""
+
+    def __init__(self, message: str, *, sent: bool) -> None:
+        super().__init__(message)
+        self.sent = sent
+
+
+class Single(Protocol):
+    """A transport that tries once and may raise `Cut`."""
+
+    def request(
+        self, method: str, path: str, json: Json | None, params: Params | None, headers: Mapping[str, str] | None
+    ) -> Json: ...
+    def stream(self, path: str, params: Params | None) -> Iterator[Event]: ...
+    def download(self, path: str, params: Params | None) -> Iterator[bytes]: ...
+    def upload(self, path: str, chunks: Iterable[bytes], params: Params | None, method: str) -> Json: ...
+    def close(self) -> None: ...
+
+
+class Repeating:
+    """Makes a transport out of single attempts: `current()` gives one to try, `failed()` is told when it broke off."""
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+
+    def current(self) -> Single:
+        raise CorralError("infra_error", "no transport")
+
+    def failed(self, single: Single) -> None:
+        """Forget what broke; the next `current` makes another."""
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        json: Json | None = None,
+        params: Params | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Json:
+        fields = dict(headers or {})
+        if method == "POST":
+            fields.setdefault("Idempotency-Key", os.urandom(16).hex())
+        backoff = _Backoff(self._patience_s)
+        while True:
+            single = self.current()
+            try:
+                return single.request(method, path, json, params, fields)
+            except Cut as cut:
+                self.failed(single)
+                backoff.wait(cut)
+            except CorralError as error:
+                if error.code != "shutting_down":
+                    raise
+                self.failed(single)
+                backoff.wait(error)
+
+    def stream(self, path: str, params: Params | None = None) -> Iterator[Event]:
+        wanted = dict(params or {})
+        started = False
+        backoff = _Backoff(self._patience_s)
+        while True:
+            single = self.current()
+            try:
+                for event in single.stream(path, wanted):
+                    backoff = _Backoff(self._patience_s)
+                    if event.cursor is not None:
+                        wanted["cursor"] = event.cursor
+                    if event.kind == "started":
+                        if started:
+                            continue
+                        started = True
+                    yield event
+                    if event.kind == "ended":
+                        return
+                raise Cut("the stream ended early", sent=True)
+            except Cut as cut:
+                self.failed(single)
+                backoff.wait(cut)
+            except CorralError as error:
+                if error.code != "shutting_down":
+                    raise
+                self.failed(single)
+                backoff.wait(error)
+
+    def download(self, path: str, params: Params | None = None) -> Iterator[bytes]:
+        backoff = _Backoff(self._patience_s)
+        while True:
+            single = self.current()
+            try:
+                yield from single.download(path, params)
+                return
+            except Cut as cut:  # nothing was yielded yet: a broken body is an error of its own
+                self.failed(single)
+                backoff.wait(cut)
+
+    def upload(self, path: str, chunks: Iterable[bytes], params: Params | None = None, method: str = "PUT") -> Json:
+        backoff = _Backoff(self._patience_s)
+        while True:
+            single = self.current()
+            try:
+                return single.upload(path, chunks, params, method)
+            except Cut as cut:
+                self.failed(single)
+                if cut.sent:
+                    raise CorralError("infra_error", "the upload broke off", hint="send it again") from cut
+                backoff.wait(cut)
+
+    def close(self) -> None:
+        """Subclasses let go of what they hold."""
+
+
+class _Backoff:
+    def __init__(self, patience_s: float) -> None:
+        self._until = time.monotonic() + patience_s
+        self._pause = 0.01
+
+    def wait(self, cause: Exception) -> None:
+        if time.monotonic() >= self._until:
+            if isinstance(cause, CorralError):
+                raise cause
+            raise CorralError("node_unavailable", f"the service does not answer: {cause}") from cause
+        time.sleep(self._pause)
+        self._pause = min(self._pause * 1.6, 0.5)

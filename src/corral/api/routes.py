@@ -1,0 +1,470 @@
+"""The API as a table of routes over the services, without a web framework: embedded mode calls `dispatch` directly.
+
+A handler takes the services, the request and the parts of its pattern, and answers a `Reply` or raises `CorralError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from corral.api import sse
+from corral.api.problems import MAX_BODY, check_depth, decode, problem, read_body
+from corral.domain.records import Idempotency
+from corral.errors import CorralError
+from corral.services.control import Services
+from corral.services.events import Caller, StreamEvent
+
+Json = dict[str, Any]
+DEFAULT_WAIT_S = 60.0
+MAX_WAIT_S = 3600.0
+PRIME_S = 0.3
+"""How long a stream that resumes is given to say that its cursor is gone, before the answer begins."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call. `document` is a body that is decoded already (in process); header names are lower-case."""
+
+    method: str
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | AsyncIterator[bytes] = b""
+    document: Any = None
+    caller: Caller = field(default_factory=Caller)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer: a document, or raw bytes, or events. `text` tells how events are put on a wire."""
+
+    status: int = 200
+    document: Json | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    raw: AsyncIterator[bytes] | None = None
+    events: AsyncIterator[StreamEvent] | None = None
+    text: bool = True
+    media_type: str = "application/json"
+
+
+Handler = Callable[..., Awaitable[Reply]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """`pattern` has `{name}` for one segment and a last `{name:path}` for the rest."""
+
+    method: str
+    pattern: str
+    handler: Handler
+
+
+async def dispatch(services: Services, request: Request) -> Reply:
+    """Find the route, run it; every error becomes a problem document."""
+    try:
+        handler, parts = match(request.method, request.path)
+        return await handler(services, request, **parts)
+    except CorralError as error:
+        status, document, headers = problem(error)
+        return Reply(status, document, headers, media_type="application/problem+json")
+    except Exception as error:
+        services.core.log(f"unexpected: {request.method} {request.path}: {traceback.format_exc()}")
+        status, document, headers = problem(
+            CorralError("infra_error", f"an unexpected {type(error).__name__} in the service", retryable=False)
+        )
+        return Reply(status, document, headers, media_type="application/problem+json")
+
+
+def match(method: str, path: str) -> tuple[Handler, dict[str, str]]:
+    """The handler for a percent-encoded path; `not_found`, or 405 as `bad_request` when only the method is wrong."""
+    segments = path.strip("/").split("/")
+    allowed: list[str] = []
+    for route in ROUTES:
+        parts = _parts(route.pattern, segments)
+        if parts is None:
+            continue
+        if route.method == method:
+            return route.handler, parts
+        allowed.append(route.method)
+    if allowed:
+        raise CorralError("bad_request", f"{path} does not take {method}", hint=f"use {' or '.join(sorted(allowed))}")
+    raise CorralError("not_found", f"there is no {path}")
+
+
+def _parts(pattern: str, segments: list[str]) -> dict[str, str] | None:
+    wanted = pattern.strip("/").split("/")
+    rest = wanted[-1].endswith(":path}")
+    if len(segments) < len(wanted) or (len(segments) > len(wanted) and not rest):
+        return None
+    found: dict[str, str] = {}
+    for position, want in enumerate(wanted):
+        if want.endswith(":path}"):
+            found[want[1:-6]] = _unquote("/".join(segments[position:]))
+        elif want.startswith("{"):
+            found[want[1:-1]] = _unquote(segments[position])
+        elif want != segments[position]:
+            return None
+    return found
+
+
+def _unquote(text: str) -> str:
+    if "%" not in text:
+        return text
+    from urllib.parse import unquote_to_bytes
+
+    return unquote_to_bytes(text).decode("utf-8", "surrogateescape")
+
+
+# -- parts of requests ---------------------------------------------------------------------------------------------------------
+async def _document(request: Request) -> Any:
+    if request.document is not None:
+        check_depth(request.document)
+        return request.document
+    raw = await read_body(request.body)
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind not in ("application/json", "") and not kind.endswith("+json"):
+        raise CorralError("bad_request", f"the body is {kind}, not application/json")
+    return decode(raw)
+
+
+async def _empty_or_document(request: Request) -> Json:
+    if request.document is None and not isinstance(request.body, bytes):
+        raw = await read_body(request.body)
+    elif request.document is None:
+        raw = request.body if isinstance(request.body, bytes) else b""
+    else:
+        return request.document if isinstance(request.document, dict) else {}
+    if not raw:
+        return {}
+    document = decode(raw)
+    if not isinstance(document, dict):
+        raise CorralError("invalid_value", "the body is not an object", field="")
+    return document
+
+
+def _idempotency(request: Request, route: str, document: Any) -> Idempotency | None:
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not 1 <= len(key) <= 200 or not key.isascii() or not key.isprintable():
+        raise CorralError("invalid_value", "the Idempotency-Key is not 1 to 200 printable ASCII characters")
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return Idempotency(request.caller.tenant_id, route, key, hashlib.sha256(canonical.encode()).hexdigest())
+
+
+def _seconds(request: Request, name: str, default: float) -> float:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_WAIT_S:
+        raise CorralError(
+            "invalid_value", f"{name} is not a number of seconds from 0 to {MAX_WAIT_S:.0f}", field=f"/{name}"
+        )
+    return value
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query.get(name, "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise CorralError("invalid_value", f"{name} is neither true nor false", field=f"/{name}")
+    return text in ("true", "1")
+
+
+def _integer(request: Request, name: str, default: int, low: int, high: int) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and low <= int(text) <= high):
+        raise CorralError("invalid_value", f"{name} is not an integer from {low} to {high}", field=f"/{name}")
+    return int(text)
+
+
+def _choice(request: Request, name: str, choices: tuple[str, ...], default: str) -> str:
+    value = request.query.get(name, default)
+    if value not in choices:
+        raise CorralError("invalid_value", f"{name} is not one of {', '.join(choices)}", field=f"/{name}")
+    return value
+
+
+def _stream_name(request: Request) -> Literal["stdout", "stderr"]:
+    return "stderr" if _choice(request, "stream", ("stdout", "stderr"), "stdout") == "stderr" else "stdout"
+
+
+def _view(request: Request) -> tuple[bool, int | None]:
+    """(with output, agent view's budget in characters or None)."""
+    output = _choice(request, "output", ("full", "none"), "full") == "full"
+    if _choice(request, "view", ("full", "agent"), "full") == "agent":
+        return output, _integer(request, "chars", 8000, 200, 1_000_000)
+    return output, None
+
+
+async def _stream(request: Request, open_at: Callable[[str | None], AsyncIterator[StreamEvent]]) -> Reply:
+    text = _choice(request, "encoding", ("text", "base64"), "text") == "text"
+    start = sse.Position.parse(request.query.get("cursor") or request.headers.get("last-event-id"))
+    source = open_at(start.node)
+    if start.node is not None:
+        source = await _primed(source)
+    return Reply(events=sse.position(source, start, whole=text), text=text, media_type="text/event-stream")
+
+
+async def _primed(source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEvent]:
+    """The same iterator, after an error that comes at once has been raised here (410 must be the answer's status)."""
+    first = asyncio.ensure_future(anext(source, None))
+    try:
+        done, _ = await asyncio.wait({first}, timeout=PRIME_S)
+    except asyncio.CancelledError:
+        first.cancel()
+        raise
+    if done and first.exception() is not None:
+        await first
+
+    async def rest() -> AsyncIterator[StreamEvent]:
+        try:
+            event = await first
+            while event is not None:
+                yield event
+                event = await anext(source, None)
+        finally:
+            first.cancel()
+            close = getattr(source, "aclose", None)
+            if close is not None:
+                await close()
+
+    return rest()
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------------------
+async def submit_run(services: Services, request: Request) -> Reply:
+    wait = _seconds(request, "wait", DEFAULT_WAIT_S)
+    output, view = _view(request)
+    document = await _document(request)
+    key = _idempotency(request, "POST /v1/runs", document)
+    run = await services.runs.submit(request.caller, document, key)
+    run = await services.runs.wait(request.caller, run.run_id, wait)
+    answer = await services.documents.run(run, output=output, view=view)
+    location = {"Location": f"/v1/runs/{run.run_id}"}
+    return Reply(200, answer) if run.state == "finished" else Reply(202, answer, location)
+
+
+async def list_runs(services: Services, request: Request) -> Reply:
+    limit = _integer(request, "limit", 100, 1, 1000)
+    runs, following = await services.runs.page(request.caller, after=request.query.get("after"), limit=limit)
+    return Reply(200, {"items": [services.documents.run_summary(r) for r in runs], "next": following})
+
+
+async def get_run(services: Services, request: Request, run_id: str) -> Reply:
+    output, view = _view(request)
+    run = await services.runs.wait(request.caller, run_id, _seconds(request, "wait", 0.0))
+    return Reply(200, await services.documents.run(run, output=output, view=view))
+
+
+async def cancel_run(services: Services, request: Request, run_id: str) -> Reply:
+    wait = _seconds(request, "wait", 10.0)
+    await services.runs.cancel(request.caller, run_id, "cancelled")
+    run = await services.runs.wait(request.caller, run_id, wait)
+    return Reply(200 if run.state == "finished" else 202, await services.documents.run(run))
+
+
+async def stream_run(services: Services, request: Request, run_id: str) -> Reply:
+    await services.runs.get(request.caller, run_id)
+    return await _stream(request, lambda cursor: services.runs.stream(request.caller, run_id, cursor))
+
+
+async def run_logs(services: Services, request: Request, run_id: str) -> Reply:
+    stream = _stream_name(request)
+    raw = await services.runs.logs(request.caller, run_id, stream, follow=_flag(request, "follow"))
+    return Reply(raw=raw, media_type="application/octet-stream")
+
+
+async def run_artifact(services: Services, request: Request, run_id: str, path: str) -> Reply:
+    size, raw = await services.runs.artifact(request.caller, run_id, path)
+    return Reply(raw=raw, media_type="application/octet-stream", headers={"Content-Length": str(size)})
+
+
+# -- sandboxes -----------------------------------------------------------------------------------------------------------------
+async def create_sandbox(services: Services, request: Request) -> Reply:
+    document = await _empty_or_document(request)
+    key = _idempotency(request, "POST /v1/sandboxes", document)
+    view = await services.sandboxes.create(request.caller, document, key)
+    return Reply(201, services.documents.sandbox(view), {"Location": f"/v1/sandboxes/{view.sandbox.sandbox_id}"})
+
+
+async def list_sandboxes(services: Services, request: Request) -> Reply:
+    limit = _integer(request, "limit", 100, 1, 1000)
+    views, following = await services.sandboxes.page(
+        request.caller, after=request.query.get("after"), limit=limit, ended=_flag(request, "all")
+    )
+    return Reply(200, {"items": [services.documents.sandbox(v) for v in views], "next": following})
+
+
+async def get_sandbox(services: Services, request: Request, sandbox_id: str) -> Reply:
+    view, history = await services.sandboxes.inspect(request.caller, sandbox_id)
+    return Reply(200, services.documents.inspect(view, history))
+
+
+async def delete_sandbox(services: Services, request: Request, sandbox_id: str) -> Reply:
+    view = await services.sandboxes.delete(request.caller, sandbox_id, _seconds(request, "wait", DEFAULT_WAIT_S))
+    return Reply(200 if view.sandbox.state == "terminated" else 202, services.documents.sandbox(view))
+
+
+async def start_exec(services: Services, request: Request, sandbox_id: str) -> Reply:
+    document = await _document(request)
+    output, view = _view(request)
+    wait = _seconds(request, "wait", DEFAULT_WAIT_S)
+    key = _idempotency(request, f"POST /v1/sandboxes/{sandbox_id}/execs", document)
+    fence = request.headers.get("corral-lease")
+    record, said = await services.sandboxes.start_exec(request.caller, sandbox_id, document, key, fence)
+    if said is not None and "wait" not in request.query:
+        wait = said
+    record = await services.sandboxes.wait_exec(request.caller, record.exec_id, wait)
+    reason = (record.result or {}).get("reason")
+    if reason in ("cwd_not_found", "user_refused"):
+        raise CorralError(reason, str((record.result or {}).get("hint")), field="/cwd" if "cwd" in reason else "/user")
+    answer = await services.documents.exec(record, output=output, view=view)
+    location = {"Location": f"/v1/execs/{record.exec_id}"}
+    return Reply(200 if record.result is not None else 202, answer, location)
+
+
+async def get_archive(services: Services, request: Request, sandbox_id: str) -> Reply:
+    path, user = _path(request), request.query.get("user", "sandbox")
+    raw = await services.sandboxes.get_tar(request.caller, sandbox_id, path, user)
+    return Reply(raw=raw, media_type="application/x-tar")
+
+
+async def put_archive(services: Services, request: Request, sandbox_id: str) -> Reply:
+    path, user = _path(request), request.query.get("user", "sandbox")
+    await services.sandboxes.put_tar(request.caller, sandbox_id, _blocks(request.body), path, user)
+    return Reply(200, {})
+
+
+def _path(request: Request) -> str:
+    path = request.query.get("path")
+    if not path or "\0" in path or len(path) > 4096:
+        raise CorralError("invalid_value", "path is missing or not a path", field="/path")
+    return path
+
+
+async def _blocks(body: bytes | AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if isinstance(body, bytes):
+        yield body
+        return
+    async for block in body:
+        yield block
+
+
+async def list_execs(services: Services, request: Request, sandbox_id: str) -> Reply:
+    records = await services.sandboxes.list_execs(request.caller, sandbox_id)
+    items = [await services.documents.exec(record, output=False) for record in records]
+    return Reply(200, {"items": items, "next": None})
+
+
+async def sandbox_logs(services: Services, request: Request, sandbox_id: str) -> Reply:
+    stream = _stream_name(request)
+    raw = await services.sandboxes.sandbox_logs(request.caller, sandbox_id, stream, follow=_flag(request, "follow"))
+    return Reply(raw=raw, media_type="application/octet-stream")
+
+
+# -- execs ---------------------------------------------------------------------------------------------------------------------
+async def get_exec(services: Services, request: Request, exec_id: str) -> Reply:
+    output, view = _view(request)
+    record = await services.sandboxes.wait_exec(request.caller, exec_id, _seconds(request, "wait", 0.0))
+    return Reply(200, await services.documents.exec(record, output=output, view=view))
+
+
+async def stream_exec(services: Services, request: Request, exec_id: str) -> Reply:
+    await services.sandboxes.get_exec(request.caller, exec_id)
+    return await _stream(request, lambda cursor: services.sandboxes.stream(request.caller, exec_id, cursor))
+
+
+async def exec_logs(services: Services, request: Request, exec_id: str) -> Reply:
+    stream = _stream_name(request)
+    raw = await services.sandboxes.logs(request.caller, exec_id, stream, follow=_flag(request, "follow"))
+    return Reply(raw=raw, media_type="application/octet-stream")
+
+
+async def exec_artifact(services: Services, request: Request, exec_id: str, path: str) -> Reply:
+    size, raw = await services.sandboxes.artifact(request.caller, exec_id, path)
+    return Reply(raw=raw, media_type="application/octet-stream", headers={"Content-Length": str(size)})
+
+
+async def cancel_exec(services: Services, request: Request, exec_id: str) -> Reply:
+    record = await services.sandboxes.cancel_exec(request.caller, exec_id, "cancelled")
+    return Reply(200, await services.documents.exec(record))
+
+
+async def signal_exec(services: Services, request: Request, exec_id: str) -> Reply:
+    document = await _document(request)
+    await services.sandboxes.signal_exec(request.caller, exec_id, document)
+    return Reply(200, {})
+
+
+async def resize_exec(services: Services, request: Request, exec_id: str) -> Reply:
+    await services.sandboxes.resize_exec(request.caller, exec_id, await _document(request))
+    return Reply(200, {})
+
+
+async def stdin_exec(services: Services, request: Request, exec_id: str) -> Reply:
+    data = await read_body(request.body, MAX_BODY)
+    await services.sandboxes.stdin_exec(request.caller, exec_id, data, _flag(request, "eof"))
+    return Reply(200, {})
+
+
+# -- the installation ----------------------------------------------------------------------------------------------------------
+async def collect_garbage(services: Services, request: Request) -> Reply:
+    return Reply(200, await services.upkeep.gc())
+
+
+async def doctor(services: Services, request: Request) -> Reply:
+    return Reply(200, await services.upkeep.doctor(fresh=_flag(request, "fresh")))
+
+
+async def healthz(services: Services, request: Request) -> Reply:
+    return Reply(200, {"status": "ok"})
+
+
+async def readyz(services: Services, request: Request) -> Reply:
+    default = (await services.upkeep.doctor())["default"]
+    return Reply(200 if default else 503, {"status": "ready" if default else "no runtime"})
+
+
+ROUTES: tuple[Route, ...] = (
+    Route("POST", "/v1/runs", submit_run),
+    Route("GET", "/v1/runs", list_runs),
+    Route("GET", "/v1/runs/{run_id}", get_run),
+    Route("POST", "/v1/runs/{run_id}/cancel", cancel_run),
+    Route("GET", "/v1/runs/{run_id}/stream", stream_run),
+    Route("GET", "/v1/runs/{run_id}/logs", run_logs),
+    Route("GET", "/v1/runs/{run_id}/artifacts/{path:path}", run_artifact),
+    Route("POST", "/v1/sandboxes", create_sandbox),
+    Route("GET", "/v1/sandboxes", list_sandboxes),
+    Route("GET", "/v1/sandboxes/{sandbox_id}", get_sandbox),
+    Route("DELETE", "/v1/sandboxes/{sandbox_id}", delete_sandbox),
+    Route("POST", "/v1/sandboxes/{sandbox_id}/execs", start_exec),
+    Route("GET", "/v1/sandboxes/{sandbox_id}/execs", list_execs),
+    Route("GET", "/v1/sandboxes/{sandbox_id}/logs", sandbox_logs),
+    Route("GET", "/v1/sandboxes/{sandbox_id}/files/archive", get_archive),
+    Route("PUT", "/v1/sandboxes/{sandbox_id}/files/archive", put_archive),
+    Route("GET", "/v1/execs/{exec_id}", get_exec),
+    Route("GET", "/v1/execs/{exec_id}/stream", stream_exec),
+    Route("GET", "/v1/execs/{exec_id}/logs", exec_logs),
+    Route("GET", "/v1/execs/{exec_id}/artifacts/{path:path}", exec_artifact),
+    Route("POST", "/v1/execs/{exec_id}/cancel", cancel_exec),
+    Route("POST", "/v1/execs/{exec_id}/signal", signal_exec),
+    Route("POST", "/v1/execs/{exec_id}/resize", resize_exec),
+    Route("POST", "/v1/execs/{exec_id}/stdin", stdin_exec),
+    Route("POST", "/v1/gc", collect_garbage),
+    Route("GET", "/v1/doctor", doctor),
+    Route("GET", "/healthz", healthz),
+    Route("GET", "/readyz", readyz),
+)

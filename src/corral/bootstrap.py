@@ -1,0 +1,373 @@
+"""Composition: the only module that names concrete adapters. Everything heavy is imported where it is needed.
+
+`start_owner` makes this process the owner of a state directory whose lock the caller holds: an event loop in a background thread
+with store, node and services on it. Calls of this process go straight to `api.routes.dispatch`; the socket for other processes
+is bound at once, the web framework is imported when the first of them connects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from corral import config
+from corral.client.transport import Event, Json, Params
+from corral.errors import CorralError
+
+if TYPE_CHECKING:
+    from corral.api.routes import Reply
+    from corral.ports.node import Node
+    from corral.ports.store import Store
+    from corral.services.control import Services
+
+Progress = Callable[[str, float | None], None]
+SOCKET = "api.sock"
+T = TypeVar("T")
+
+
+def start_owner(settings: config.Config, progress: Progress | None = None) -> Owner:
+    """Start everything for the state directory; raises what went wrong, with nothing left running."""
+    return Owner(settings, progress)
+
+
+class Owner:
+    """A running service in this process, and the transport of this process's own calls."""
+
+    def __init__(self, settings: config.Config, progress: Progress | None) -> None:
+        self.release: list[Callable[[], None]] = []
+        self._settings = settings
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="corral-owner", daemon=True)
+        self._services: Services | None = None
+        self._node: Node | None = None
+        self._store: Store | None = None
+        self._listener: socket.socket | None = None
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self._closed = False
+        self._thread.start()
+        try:
+            self._call(self._start(progress))
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self.close)
+
+    # -- life ------------------------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _start(self, progress: Progress | None) -> None:
+        self._listener = bind_socket(self._settings.state_dir)
+        self._store = make_store(self._settings)
+        await self._store.open()
+        self._node = make_node(self._settings, await self._store.installation_id())
+        await self._node.open(progress)
+        self._services = await make_services(self._settings, self._store, self._node, progress)
+        await self._services.start()
+        self._loop.add_reader(self._listener.fileno(), self._first_connection)
+
+    def _first_connection(self) -> None:
+        assert self._listener is not None
+        self._loop.remove_reader(self._listener.fileno())
+        self._serving = self._loop.create_task(self._serve(self._listener))
+
+    async def _serve(self, listener: socket.socket) -> None:
+        assert self._services is not None
+        create_app, uvicorn = await asyncio.to_thread(_web)
+        if self._closed:
+            return
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(self._services),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                loop="none",
+                http="h11",
+                ws="none",
+                timeout_keep_alive=5,
+                timeout_graceful_shutdown=1,
+                backlog=1024,
+            )
+        )
+        await self._server.serve(sockets=[listener])
+
+    def close(self) -> None:
+        """Stop accepting, finish what must not be left half-done, journal, let the directory go. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            self._call(self._stop(), timeout=self._settings.delays["drain_s"] + 10.0)
+        except (TimeoutError, CorralError, RuntimeError) as error:
+            print(f"corral: the service did not stop cleanly: {error!r}", file=sys.stderr)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+            for step in self.release:
+                step()
+            self.release.clear()
+
+    async def _stop(self) -> None:
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            if self._server is None:
+                self._listener.close()
+        _unlink_socket(self._settings.state_dir)
+        if self._services is not None:
+            await self._services.stop(self._settings.delays["drain_s"])
+        if self._server is not None:
+            self._server.should_exit = True
+            self._server.force_exit = True
+        if self._serving is not None:
+            await asyncio.wait({self._serving}, timeout=2.0)
+            self._serving.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        if self._node is not None:
+            await self._node.close()
+        if self._store is not None:
+            await self._store.close()
+        mine = asyncio.current_task()
+        rest = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in rest:
+            task.cancel()
+        if rest:
+            await asyncio.wait(rest, timeout=2.0)
+        await self._loop.shutdown_asyncgens()
+
+    # -- calls of this process (the shape of client.transport.Single) ------------------------------------------------------------
+    def _call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run on the loop's thread and wait; an interruption here cancels the waiting there."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout)
+        except CancelledError as error:
+            raise CorralError("shutting_down", "the service is stopping") from error
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _dispatch(
+        self,
+        method: str,
+        path: str,
+        params: Params | None,
+        headers: Mapping[str, str] | None = None,
+        document: Any = None,
+        body: bytes | AsyncIterator[bytes] = b"",
+    ) -> Reply:
+        from corral.api.routes import Request, dispatch
+
+        if self._services is None:
+            raise CorralError("shutting_down", "the service is not running")
+        query = {
+            k: ("true" if v else "false") if isinstance(v, bool) else str(v)
+            for k, v in (params or {}).items()
+            if v is not None
+        }
+        fields = {name.lower(): value for name, value in (headers or {}).items()}
+        reply = await dispatch(self._services, Request(method, path, query, fields, body, document))
+        if reply.status >= 400:
+            raise CorralError.from_problem(reply.document or {})
+        return reply
+
+    def request(
+        self, method: str, path: str, json: Json | None, params: Params | None, headers: Mapping[str, str] | None
+    ) -> Json:
+        return self._call(self._dispatch(method, path, params, headers, json)).document or {}
+
+    def stream(self, path: str, params: Params | None) -> Iterator[Event]:
+        reply = self._call(self._dispatch("GET", path, {**(params or {}), "encoding": "base64"}))
+        if reply.events is None:
+            raise CorralError("infra_error", f"{path} is not a stream", retryable=False)
+        for event in self._iterate(reply.events):
+            yield Event(event.kind, event.cursor, event.offset, event.data, event.doc)
+
+    def download(self, path: str, params: Params | None) -> Iterator[bytes]:
+        reply = self._call(self._dispatch("GET", path, params))
+        if reply.raw is None:
+            raise CorralError("infra_error", f"{path} is not a download", retryable=False)
+        return self._iterate(reply.raw)
+
+    def upload(self, path: str, chunks: Iterable[bytes], params: Params | None, method: str) -> Json:
+        async def body() -> AsyncIterator[bytes]:
+            source = iter(chunks)
+            while True:
+                block = await asyncio.to_thread(next, source, b"")
+                if not block:
+                    return
+                yield block
+
+        return self._call(self._dispatch(method, path, params, body=body())).document or {}
+
+    def _iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
+        missing: Any = object()
+
+        async def step() -> T:
+            return await anext(source, missing)
+
+        try:
+            while (item := self._call(step())) is not missing:
+                yield item
+        finally:
+            close = getattr(source, "aclose", None)
+            if close is not None and not self._closed:
+                self._call(close())
+
+
+def _web() -> tuple[Any, Any]:
+    import uvicorn
+
+    from corral.api.app import create_app
+
+    return create_app, uvicorn
+
+
+def bind_socket(state_dir: str) -> socket.socket:
+    """Listen on STATE/api.sock, mode 0600 from its first moment, whatever the length of the path. Replaces a stale one."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    folder = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    fresh = f"{SOCKET}.{os.getpid()}"
+    try:
+        if os.path.lexists(os.path.join(state_dir, fresh)):
+            os.unlink(fresh, dir_fd=folder)
+        listener.bind(f"/proc/self/fd/{folder}/{fresh}")
+        os.chmod(fresh, 0o600, dir_fd=folder)
+        listener.listen(1024)
+        listener.setblocking(False)
+        os.rename(fresh, SOCKET, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as error:
+        listener.close()
+        raise CorralError(
+            "infra_error",
+            f"cannot make the socket in {state_dir}: {error.strerror}",
+            hint="the state directory must be on a writable local file system",
+            retryable=False,
+        ) from error
+    finally:
+        os.close(folder)
+    return listener
+
+
+def _unlink_socket(state_dir: str) -> None:
+    try:
+        os.unlink(os.path.join(state_dir, SOCKET))
+    except OSError:
+        pass
+
+
+# -- concrete parts ------------------------------------------------------------------------------------------------------------
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def make_store(settings: config.Config) -> Store:
+    """The store of a state directory: SQLite."""
+    from corral.adapters.store.sqlite import SqliteStore
+
+    return SqliteStore(os.path.join(settings.state_dir, "corral.db"), _now_ms)
+
+
+RUNTIMES = {
+    "bubblewrap": ("corral.adapters.runtimes.bubblewrap", "BubblewrapRuntime"),
+    "crun": ("corral.adapters.runtimes.crun", "CrunRuntime"),
+    "fake": ("corral.adapters.runtimes.fake", "FakeRuntime"),
+}
+"""The adapters of this distribution, named here because reading all entry points costs more than a warm run. Others are found
+by the entry point group `corral.runtimes` when the configuration names them."""
+BY_DEFAULT = ("bubblewrap", "crun")
+
+
+def make_node(settings: config.Config, installation_id: str) -> Node:
+    """The node of this host, in process, with the configured runtimes."""
+    from corral.node.service import LocalNode
+    from corral.node.templates import Templates
+
+    return LocalNode(
+        settings.state_dir,
+        {name: _runtime(name, settings, installation_id) for name in settings.runtimes or BY_DEFAULT},
+        Templates(settings.state_dir, settings.templates),
+        node_id="local",
+        installation_id=installation_id,
+    )
+
+
+def _runtime(name: str, settings: config.Config, installation_id: str) -> Any:
+    """The adapter of a name. One that cannot be imported is an error: a configured runtime is never silently left out."""
+    import importlib
+
+    if name in RUNTIMES:
+        module, attribute = RUNTIMES[name]
+        made: Any = getattr(importlib.import_module(module), attribute)
+    else:
+        from importlib.metadata import entry_points
+
+        found = [point for point in entry_points(group="corral.runtimes") if point.name == name]
+        if not found:
+            raise CorralError("invalid_value", f"there is no runtime adapter {name!r}", field="CORRAL_RUNTIMES")
+        made = found[0].load()
+    return made(settings.state_dir, installation_id=installation_id, subuid_range=settings.subuid_range)
+
+
+async def make_services(settings: config.Config, store: Store, node: Node, progress: Progress | None) -> Services:
+    """The services over the ports."""
+    from corral.domain.policy import Policy
+    from corral.domain.request import HostCaps
+    from corral.domain.runner import Runner
+    from corral.services.control import Core, Services
+    from corral.services.documents import Documents
+    from corral.services.execs import Execs
+    from corral.services.executor import Executor
+    from corral.services.lifecycle import Lifecycle
+    from corral.services.sandboxes import Sandboxes
+    from corral.services.upkeep import Upkeep
+
+    cache = os.path.join(settings.state_dir, "cache")
+    try:
+        runners = [
+            Runner.from_dict(config.data_document(os.path.join(settings.runners, name), cache))
+            for name in sorted(os.listdir(settings.runners))
+            if name.endswith(".yaml")
+        ]
+    except ValueError as error:
+        raise CorralError("invalid_value", f"{settings.runners}: {error}", field="CORRAL_RUNNERS") from error
+    host = await node.host()
+    core = Core(
+        store=store,
+        node=node,
+        policy=Policy.from_dict(config.data_document(settings.policy, cache)),
+        runners={runner.language: runner for runner in runners},
+        host=HostCaps(host.memory_bytes, host.cpus),
+        artifacts=os.path.join(settings.state_dir, "artifacts"),
+        now_ms=_now_ms,
+        entropy=os.urandom,
+        log=_log,
+        delays=settings.delays,
+        unsafe=settings.unsafe,
+        progress=progress,
+    )
+    os.makedirs(core.artifacts, mode=0o700, exist_ok=True)
+    execs = Execs(core)
+    lifecycle = Lifecycle(core, execs)
+    documents = Documents(node)
+    executor = Executor(core, lifecycle, execs)
+    sandboxes = Sandboxes(core, lifecycle, execs)
+    return Services(core, documents, sandboxes, executor, Upkeep(core, lifecycle, executor, sandboxes, documents))
+
+
+def _log(line: str) -> None:
+    """Messages of the service: to stderr if CORRAL_LOG is set, else nowhere (stderr belongs to the program's output)."""
+    if os.environ.get("CORRAL_LOG"):
+        print(f"corral: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,112 @@
+"""Embedded mode: the state directory is the service. The one lazy door from the client to the server side.
+
+One process at a time owns STATE, by `flock` on STATE/owner.lock; it works in process and serves the others on STATE/api.sock. All
+others are clients of that socket. When the owner is gone, whoever waits takes over, adopts what runs and goes on with its own call.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from corral import config
+from corral.client.transport import PATIENCE_S, Repeating, Single
+from corral.errors import CorralError
+
+if TYPE_CHECKING:
+    from corral.bootstrap import Owner
+
+Progress = Callable[[str, float | None], None]
+SOCKET = "api.sock"
+
+
+class EmbeddedTransport(Repeating):
+    """Owner or client of one state directory, whichever it can be just now. Safe to use from several threads."""
+
+    def __init__(self, settings: config.Config, progress: Progress | None, patience_s: float = PATIENCE_S) -> None:
+        super().__init__(patience_s)
+        self._settings = settings
+        self._progress = progress
+        self._guard = threading.Lock()
+        self._owner: Owner | None = None
+        self._single: Single | None = None
+        self._closed = False
+        self._pid = os.getpid()
+
+    @property
+    def is_owner(self) -> bool:
+        """True while this process owns the state directory."""
+        return self._owner is not None
+
+    def current(self) -> Single:
+        with self._guard:
+            if self._closed:
+                raise CorralError("shutting_down", "this client is closed", retryable=False)
+            if self._pid != os.getpid():
+                raise CorralError("infra_error", "a client cannot be used after fork; open a new one", retryable=False)
+            if self._single is None:
+                self._single = self._elect()
+            return self._single
+
+    def failed(self, single: Single) -> None:
+        with self._guard:
+            if self._single is single and self._owner is None:
+                self._single = None
+
+    def _elect(self) -> Single:
+        config.prepare_state(self._settings.state_dir)
+        lock = _lock(self._settings.state_dir)
+        if lock is None:
+            from corral.client.http import unix_transport
+
+            return unix_transport(self._settings.state_dir, SOCKET)
+        from corral import bootstrap
+
+        try:
+            self._owner = bootstrap.start_owner(self._settings, progress=self._progress)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._owner.release.append(lambda: os.close(lock))
+        return self._owner
+
+    def close(self) -> None:
+        """Finish what must not be left half-done (at most some seconds), then let another process own the directory."""
+        with self._guard:
+            owner, self._owner, self._single, self._closed = self._owner, None, None, True
+        if owner is not None and self._pid == os.getpid():
+            owner.close()
+
+
+def _lock(state_dir: str) -> int | None:
+    """The descriptor that holds STATE/owner.lock, or None when another process has it."""
+    path = os.path.join(state_dir, "owner.lock")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        hint = "set CORRAL_STATE_DIR to a directory that you can write to"
+        raise CorralError("infra_error", f"cannot open {path}: {error.strerror}", hint=hint, retryable=False) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return None
+        raise CorralError(
+            "infra_error",
+            f"cannot lock {path}: {error.strerror}",
+            hint="the state directory must be on a local file system",
+            retryable=False,
+        ) from error
+    return descriptor
+
+
+def open_embedded(state_dir: str | None = None, progress: Progress | None = None) -> EmbeddedTransport:
+    """A transport on `state_dir` (default: `config.default_state_dir`); elects at once, so that a bad directory shows here."""
+    transport = EmbeddedTransport(config.load(state_dir), progress)
+    transport.current()
+    return transport

@@ -1,0 +1,183 @@
+"""Where things are and how long things take: from the environment, then STATE/config.toml, then defaults.
+
+`load` reads, it makes nothing. `prepare_state` makes the state directory and refuses a bad one with a clear error. `data_document`
+reads a YAML data file through a JSON cache in the state directory, because importing a YAML parser costs more than a warm run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from corral.errors import CorralError
+
+Json = dict[str, Any]
+
+DELAYS: dict[str, float] = {
+    "client_gone_s": 5.0,
+    "drain_s": 5.0,
+    "sweep_s": 1.0,
+    "takeover_client_gone_s": 15.0,
+}
+"""Delays that an operator may set under `[delays]` of config.toml, in seconds."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that bootstrap needs. Paths are absolute; nothing in here is secret."""
+
+    state_dir: str
+    policy: str
+    runners: str
+    templates: str
+    subuid_range: tuple[int, int] | None = None
+    """(first id, how many) of the subordinate ids, when configured."""
+    runtimes: tuple[str, ...] = ()
+    """Names of the runtimes to register; empty = all that are installed but `fake`."""
+    unsafe: frozenset[str] = frozenset()
+    """Defences switched off by CORRAL_UNSAFE (tests only): names `unsafe_…`."""
+    delays: Mapping[str, float] = field(default_factory=lambda: dict(DELAYS))
+
+
+def default_state_dir(environ: Mapping[str, str]) -> str:
+    """`CORRAL_STATE_DIR`, else /var/lib/corral for root, else below `XDG_STATE_HOME`."""
+    given = environ.get("CORRAL_STATE_DIR")
+    if given:
+        return os.path.abspath(given)
+    if os.geteuid() == 0:
+        return "/var/lib/corral"
+    home = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local/state")
+    return os.path.join(os.path.abspath(home), "corral")
+
+
+def data_file(name: str) -> str:
+    """Absolute path of a shipped data file or directory (`policy/default.yaml`, `templates`): repository first, then installed."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    for root in (os.path.dirname(os.path.dirname(here)), os.path.join(here, "data")):
+        path = os.path.join(root, name)
+        if os.path.exists(path):
+            return path
+    raise CorralError("infra_error", f"the data file {name} is missing from this installation", retryable=False)
+
+
+def load(state_dir: str | None = None, environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration for one state directory. A value that cannot be used is `invalid_value` naming the setting."""
+    env = os.environ if environ is None else environ
+    state = os.path.abspath(state_dir) if state_dir else default_state_dir(env)
+    if "\0" in state:
+        raise CorralError("invalid_value", "the state directory's path holds a NUL byte", field="CORRAL_STATE_DIR")
+    settings = _toml(os.path.join(state, "config.toml"))
+    delays = dict(DELAYS)
+    for name, value in settings.get("delays", {}).items():
+        if name not in DELAYS or isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+            raise CorralError("invalid_value", f"config.toml: delays.{name} = {value!r}", field=f"/delays/{name}")
+        delays[name] = float(value)
+    names = env.get("CORRAL_RUNTIMES") or ",".join(settings.get("runtimes", ()))
+    return Config(
+        state_dir=state,
+        policy=env.get("CORRAL_POLICY") or settings.get("policy") or data_file("policy/default.yaml"),
+        runners=env.get("CORRAL_RUNNERS") or settings.get("runners") or data_file("templates/runners"),
+        templates=env.get("CORRAL_TEMPLATES") or settings.get("templates") or data_file("templates"),
+        subuid_range=_range(env.get("CORRAL_SUBUID_RANGE") or settings.get("subuid_range")),
+        runtimes=tuple(n.strip() for n in names.split(",") if n.strip()),
+        unsafe=frozenset(n.strip() for n in env.get("CORRAL_UNSAFE", "").split(",") if n.strip()),
+        delays=delays,
+    )
+
+
+def _range(value: Any) -> tuple[int, int] | None:
+    """`FIRST:COUNT` (or `[FIRST, COUNT]` in config.toml)."""
+    if value is None:
+        return None
+    parts = value.split(":") if isinstance(value, str) else value
+    try:
+        first, count = (int(part) for part in parts)
+        if first < 65536 or count < 65536 or first + count > 2**32 - 2:
+            raise ValueError
+    except (TypeError, ValueError) as error:
+        hint = "write FIRST:COUNT, for example 2000000000:65536000"
+        raise CorralError("invalid_value", f"subuid_range {value!r}", hint=hint, field="CORRAL_SUBUID_RANGE") from error
+    return first, count
+
+
+def _toml(path: str) -> Json:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise CorralError("infra_error", f"cannot read {path}: {error.strerror}", retryable=False) from error
+    import tomllib
+
+    try:
+        return tomllib.loads(raw.decode("utf-8"))
+    except ValueError as error:
+        raise CorralError("invalid_value", f"{path}: {error}", field="config.toml") from error
+
+
+def prepare_state(state_dir: str) -> None:
+    """Make STATE with its parents (0711 as root, 0700 otherwise); `infra_error` with a hint when it cannot be used."""
+    hint = "set CORRAL_STATE_DIR to a directory that you can write to"
+    try:
+        made = not os.path.isdir(state_dir)
+        os.makedirs(state_dir, mode=0o755 if os.geteuid() == 0 else 0o700, exist_ok=True)
+        if made:
+            os.chmod(state_dir, 0o711 if os.geteuid() == 0 else 0o700)
+        seen = os.stat(state_dir)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CorralError(
+            "infra_error", f"the state directory {state_dir} is not a directory", hint=hint, retryable=False
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CorralError(
+            "infra_error", f"cannot make the state directory {state_dir}: {reason}", hint=hint, retryable=False
+        ) from error
+    if seen.st_uid != os.geteuid():
+        raise CorralError(
+            "infra_error", f"the state directory {state_dir} belongs to another user", hint=hint, retryable=False
+        )
+    if seen.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        raise CorralError(
+            "infra_error",
+            f"the state directory {state_dir} is writable for others",
+            hint=f"chmod go-w {state_dir}",
+            retryable=False,
+        )
+
+
+def data_document(path: str, cache_dir: str) -> Any:
+    """The parsed YAML of `path`, through a cache keyed by the content's digest. A bad file is `invalid_value` naming it."""
+    import hashlib
+
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise CorralError("invalid_value", f"cannot read {path}: {error.strerror}", field=path) from error
+    cached = os.path.join(cache_dir, hashlib.sha256(b"1\0" + raw).hexdigest() + ".json")
+    try:
+        with open(cached, encoding="utf-8") as text:
+            return json.load(text)
+    except (OSError, ValueError):
+        pass
+    import yaml
+
+    try:
+        document = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise CorralError("invalid_value", f"{path}: {error}", field=path) from error
+    try:
+        os.makedirs(cache_dir, mode=0o700, exist_ok=True)
+        temporary = f"{cached}.{os.getpid()}"
+        with open(temporary, "w", encoding="utf-8") as text:
+            json.dump(document, text)
+        os.replace(temporary, cached)
+    except (OSError, TypeError):
+        pass  # a cache that cannot be written costs time, nothing else
+    return document

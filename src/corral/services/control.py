@@ -1,0 +1,110 @@
+"""What every service shares, and the services as one value. Composed by `bootstrap`, used by `api.routes`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from corral.domain.ids import new_id
+from corral.domain.policy import Policy
+from corral.domain.request import HostCaps
+from corral.domain.runner import Runner
+from corral.errors import CorralError
+from corral.ports.node import Node, Progress
+from corral.ports.store import Store
+from corral.services.documents import Documents
+from corral.services.events import Wakes, Watchers
+
+if TYPE_CHECKING:
+    from corral.services.executor import Executor
+    from corral.services.sandboxes import Sandboxes
+    from corral.services.upkeep import Upkeep
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Core:
+    """The ports, the clock and the dice, and the tasks that run behind the calls. Holds no fact that is not in the store."""
+
+    store: Store
+    node: Node
+    policy: Policy
+    runners: Mapping[str, Runner]
+    host: HostCaps
+    artifacts: str
+    """Directory of artifacts: one sub-directory per run."""
+    now_ms: Callable[[], int]
+    entropy: Callable[[int], bytes]
+    log: Callable[[str], None]
+    delays: Mapping[str, float]
+    worker: str = "owner"
+    """Name under which command rows are locked. The same over restarts: a state directory has one owner at a time."""
+    unsafe: frozenset[str] = frozenset()
+    progress: Progress | None = None
+    wakes: Wakes = field(default_factory=Wakes)
+    watchers: Watchers = field(default_factory=Watchers)
+    closing: bool = False
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Work that may be dropped at a stop: the next owner finds it in the store."""
+    last: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Work that a stop waits for (bounded): removing what a finished run leaves."""
+
+    def id(self, prefix: str) -> str:
+        """A new id."""
+        return new_id(prefix, self.now_ms(), self.entropy(10))
+
+    def check_open(self) -> None:
+        """`shutting_down` once the service stops."""
+        if self.closing:
+            raise CorralError("shutting_down", "the service is stopping")
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str, *, last: bool = False) -> asyncio.Task[Any]:
+        """Run in the background; an unexpected failure is logged, never lost."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        kept = self.last if last else self.tasks
+        kept.add(task)
+
+        def done(ended: asyncio.Task[Any]) -> None:
+            kept.discard(ended)
+            if not ended.cancelled() and (error := ended.exception()) is not None:
+                self.log(f"{name}: {type(error).__name__}: {error}")
+
+        task.add_done_callback(done)
+        return task
+
+    async def stop(self, drain_s: float) -> None:
+        """Drop what the next owner can take up, after the last things have had `drain_s` seconds."""
+        self.closing = True
+        until = asyncio.get_running_loop().time() + drain_s
+        while self.last and (left := until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(set(self.last), timeout=left)
+        for task in [*self.tasks, *self.last]:
+            task.cancel()
+        rest = [*self.tasks, *self.last]
+        if rest:
+            await asyncio.wait(rest, timeout=2.0)
+
+
+@dataclass
+class Services:
+    """The use cases."""
+
+    core: Core
+    documents: Documents
+    sandboxes: Sandboxes
+    runs: Executor
+    upkeep: Upkeep
+
+    async def start(self) -> None:
+        """Take over what an earlier owner left, then begin the loops."""
+        await self.upkeep.take_over()
+        self.upkeep.begin()
+
+    async def stop(self, drain_s: float) -> None:
+        """Let go; nothing depends on this being called."""
+        self.core.closing = True
+        await self.runs.abandon()
+        await self.core.stop(drain_s)

@@ -1,0 +1,225 @@
+"""The documents of the contract (3 and 4) from the rows of the store; output bytes are read from the node only here, when served.
+
+A stored result holds stream *facts* under `stdout` and `stderr` (produced, head, tail), never bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from corral.domain.facts import StreamFacts
+from corral.domain.limits import LimitModes, Limits
+from corral.domain.records import EventRecord, ExecRecord, RunRecord, SandboxView
+from corral.domain.result import limits_document, stream_document
+from corral.domain.run import public_state
+from corral.errors import CorralError
+from corral.ports.node import HostFacts, Node
+from corral.ports.runtime import RuntimeInfo
+
+Json = dict[str, Any]
+
+
+def moment(milliseconds: int | None) -> str | None:
+    """RFC 3339 in UTC with milliseconds."""
+    if milliseconds is None:
+        return None
+    whole = datetime.fromtimestamp(milliseconds / 1000, UTC)
+    return whole.strftime("%Y-%m-%dT%H:%M:%S.") + f"{milliseconds % 1000:03d}Z"
+
+
+def stored_stream(facts: StreamFacts) -> Json:
+    """What a stored result keeps of a stream."""
+    return {"produced": facts.produced, "head": facts.head, "tail": facts.tail}
+
+
+def stored_limits(limits: Limits, modes: LimitModes) -> Json:
+    """`SandboxRecord.limits`: the numbers, and how they are held."""
+    return {"values": limits.as_dict(), "modes": modes.as_dict(), "overshoot": dict(modes.overshoot)}
+
+
+def read_limits(stored: Mapping[str, Any]) -> tuple[Limits, LimitModes]:
+    """The inverse of `stored_limits`."""
+    modes = LimitModes.from_dict(stored.get("modes", {}))
+    return Limits.from_dict(stored["values"]), LimitModes(
+        **modes.as_dict(), overshoot=dict(stored.get("overshoot", {}))
+    )
+
+
+class Documents:
+    """Builds answers; reads output through the node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    # -- runs and execs --------------------------------------------------------------------------------------------------------
+    def run_summary(self, run: RunRecord) -> Json:
+        """A run in a list: no output, no files."""
+        return {
+            "id": run.run_id,
+            "state": public_state(run.state),
+            "sandbox_id": run.sandbox_id,
+            "reason": run.reason,
+            "exit_code": (run.result or {}).get("exit_code"),
+            "created_at": moment(run.created_at),
+            "finished_at": moment(run.finished_at),
+            "total_ms": run.timings.get("total_ms"),
+        }
+
+    async def run(self, run: RunRecord, *, output: bool = True, view: int | None = None) -> Json:
+        """The run document; `view` = character budget of the agent view."""
+        document: Json = {
+            "id": run.run_id,
+            "state": public_state(run.state),
+            "sandbox_id": run.sandbox_id,
+            "lease_version": run.lease_version,
+            "exec_id": run.exec_id,
+            "created_at": moment(run.created_at),
+            "decisions": run.decisions,
+            "result": None,
+        }
+        if run.result is not None:
+            document["result"] = await self._result(run.result, run.exec_id, output or view is not None)
+            if view is not None:
+                _add_view(document, view, output)
+        return document
+
+    async def exec(self, record: ExecRecord, *, output: bool = True, view: int | None = None) -> Json:
+        """The exec document."""
+        document: Json = {
+            "id": record.exec_id,
+            "sandbox_id": record.sandbox_id,
+            "lease_version": record.lease_version,
+            "incarnation": record.incarnation,
+            "state": record.state,
+            "created_at": moment(record.created_at),
+            "result": None,
+        }
+        if record.result is not None:
+            document["result"] = await self._result(record.result, record.exec_id, output or view is not None)
+            if view is not None:
+                _add_view(document, view, output)
+        return document
+
+    async def _result(self, stored: Json, exec_id: str | None, output: bool) -> Json:
+        result = dict(stored)
+        for name in ("stdout", "stderr"):
+            facts = StreamFacts(**stored[name])
+            result[name] = await self._stream(facts, exec_id if output else None, name)
+        return result
+
+    async def _stream(self, facts: StreamFacts, exec_id: str | None, name: Literal["stdout", "stderr"]) -> Json:
+        if exec_id is None:
+            return {
+                "bytes": facts.produced,
+                "kept_bytes": facts.kept,
+                "truncated": facts.truncated,
+                "text": None,
+                "base64": None,
+                "head_bytes": facts.head if facts.truncated else None,
+            }
+        head, tail = b"", b""
+        if facts.produced:
+            try:
+                head, tail = await self._node.read_output(exec_id, name)
+            except CorralError as error:
+                if error.code != "not_found":
+                    raise  # a spool that was removed shows as produced bytes of which none is kept
+        return stream_document(facts, head, tail)
+
+    # -- sandboxes -------------------------------------------------------------------------------------------------------------
+    def sandbox(self, view: SandboxView) -> Json:
+        """SANDBOX of the contract."""
+        row = view.sandbox
+        limits, modes = read_limits(row.limits)
+        return {
+            "id": row.sandbox_id,
+            "state": row.state,
+            "runtime": row.runtime,
+            "template": row.template_id,
+            "template_digest": row.template_digest,
+            "resource_class": row.resource_class,
+            "limits": limits_document(limits, modes),
+            "lease_version": view.lease.lease_version if view.lease else 0,
+            "incarnation": row.incarnation,
+            "session": row.session_id,
+            "created_at": moment(row.created_at),
+            "expires_at": moment(row.expires_at),
+            "conditions": row.conditions,
+            "tainted": row.tainted,
+            "failure": row.failure,
+        }
+
+    def inspect(self, view: SandboxView, history: Sequence[EventRecord]) -> Json:
+        """SANDBOX with its instance and its events."""
+        instance = view.instance
+        return {
+            **self.sandbox(view),
+            "instance": None
+            if instance is None
+            else {
+                "id": instance.instance_id,
+                "node": instance.node_id,
+                "runtime": instance.runtime,
+                "state": instance.state,
+                "incarnation": instance.incarnation,
+                "security_level": instance.security_level,
+                "template_digest": instance.template_digest,
+                "born_at": moment(instance.born_at),
+            },
+            "history": [
+                {
+                    "event_id": event.event_id,
+                    "event": event.event_type,
+                    "old_state": event.old_state,
+                    "new_state": event.new_state,
+                    "at": moment(event.timestamp),
+                    "metadata": event.metadata,
+                }
+                for event in history
+            ],
+        }
+
+    # -- the host --------------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def doctor(
+        runtimes: Sequence[RuntimeInfo], default: str | None, host: HostFacts, leftovers: Sequence[Json], more: Json
+    ) -> Json:
+        """What `corral doctor` prints."""
+        return {
+            "runtimes": [
+                {
+                    "name": info.name,
+                    "usable": info.usable,
+                    "reason": info.reason,
+                    "security_level": info.security_level,
+                    "version": info.version,
+                    "capabilities": info.capabilities,
+                    "limits": info.limits.as_dict(),
+                    "overshoot": dict(info.limits.overshoot),
+                    "start_ms": info.start_ms,
+                }
+                for info in runtimes
+            ],
+            "default": default,
+            "host": {
+                "cgroup": host.cgroup,
+                "user": host.user,
+                "memory_bytes": host.memory_bytes,
+                "cpus": host.cpus,
+            },
+            "leftovers": list(leftovers),
+            **more,
+        }
+
+
+def _add_view(document: Json, budget: int, output: bool) -> None:
+    """The agent view beside the document; the full output is left out when it was not asked for."""
+    from corral.domain.agent_view import agent_view  # its regular expressions cost start-up, few calls want them
+
+    result = document["result"]
+    document["agent_view"] = agent_view(result, budget)
+    if not output:
+        for name in ("stdout", "stderr"):
+            result[name]["text"] = result[name]["base64"] = None

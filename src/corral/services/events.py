@@ -1,0 +1,89 @@
+"""What the services tell whoever listens: stream events and wake-ups. In memory only; no fact lives here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who calls: the tenant, and the name that owns leases."""
+
+    tenant_id: str = "default"
+    owner: str = "key:local"
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """started, stdout, stderr, gap or ended; `cursor` is the node's."""
+
+    kind: str
+    cursor: str | None = None
+    offset: int = 0
+    data: bytes = b""
+    doc: Json | None = None
+
+
+class Wakes:
+    """Wake-ups by key (a run, exec or sandbox id): a waiter looks at the store, sleeps until `ring`, looks again."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+
+    @contextmanager
+    def listen(self, key: str) -> Iterator[asyncio.Event]:
+        """An event that is set at each `ring(key)`; clear it before looking at the store."""
+        event = asyncio.Event()
+        self._waiting.setdefault(key, set()).add(event)
+        try:
+            yield event
+        finally:
+            left = self._waiting[key]
+            left.discard(event)
+            if not left:
+                del self._waiting[key]
+
+    def ring(self, key: str) -> None:
+        """Wake all who listen to `key`."""
+        for event in self._waiting.get(key, ()):
+            event.set()
+
+
+class Watchers:
+    """How many clients wait for each run or exec, and since when nobody does."""
+
+    def __init__(self) -> None:
+        self._count: dict[str, int] = {}
+        self._left: dict[str, float] = {}
+
+    @contextmanager
+    def watching(self, key: str) -> Iterator[None]:
+        """Count one client of `key`."""
+        self._count[key] = self._count.get(key, 0) + 1
+        try:
+            yield
+        finally:
+            self._count[key] -= 1
+            if not self._count[key]:
+                del self._count[key]
+                self._left[key] = asyncio.get_running_loop().time()
+
+    def expect(self, key: str, grace_s: float = 0.0) -> None:
+        """A client should come: count the time without one from now (plus `grace_s`)."""
+        self._left[key] = asyncio.get_running_loop().time() + grace_s
+
+    def alone_s(self, key: str) -> float:
+        """Seconds since the last client of `key` left; 0 while there is one."""
+        if key in self._count:
+            return 0.0
+        return max(0.0, asyncio.get_running_loop().time() - self._left.get(key, float("inf")))
+
+    def forget(self, key: str) -> None:
+        """The thing has ended."""
+        self._left.pop(key, None)

@@ -1,0 +1,354 @@
+"""One exec from its committed row to its stored result: start at most once, wait, judge, collect. Used by runs and by kept sandboxes.
+
+`supervise` may be called again for the same row after a restart: the node and the guest deduplicate by `exec_id`, so a row that is
+`starting` is sent again (unknown = it never started), and one that is `running` is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from corral import faults
+from corral.domain.facts import EndedBy, ExecFacts
+from corral.domain.fence import Fence
+from corral.domain.limits import LimitModes, Limits
+from corral.domain.records import ExecRecord, SandboxView
+from corral.domain.result import Verdict, judge, result_document
+from corral.errors import CorralError
+from corral.ports.node import Chunk, Collected, ExecSpec, Gap
+from corral.services.control import Core
+from corral.services.documents import stored_stream
+from corral.services.events import StreamEvent
+
+Json = dict[str, Any]
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ARTIFACT_BYTES = 100 * 1024 * 1024
+BLOCK = 256 * 1024
+_ENDED: dict[str, EndedBy] = {
+    "cancelled": "cancelled",
+    "client_gone": "cancelled",
+    "sandbox_deleted": "sandbox_deleted",
+    "ttl": "sandbox_deleted",
+    "lease_lost": "lease_lost",
+}
+"""Why a cancellation was asked for -> what the result says."""
+
+
+def environment(user: str, *more: Mapping[str, str]) -> dict[str, str]:
+    """The clean environment of every exec (A4), then `more` on top."""
+    env = {
+        "PATH": PATH,
+        "HOME": "/root" if user == "root" else "/home/sandbox",
+        "USER": user,
+        "LOGNAME": user,
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "TMPDIR": "/tmp",  # noqa: S108 - inside the sandbox
+        "PYTHONUNBUFFERED": "1",
+    }
+    for each in more:
+        env.update(each)
+    return env
+
+
+class Stopwatch:
+    """Milliseconds per phase; one phase is open at a time."""
+
+    def __init__(self, phase: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._first = self._since = self._loop.time()
+        self._phase = phase
+        self.spent: dict[str, float] = {}
+
+    def switch(self, phase: str) -> None:
+        """Close the open phase and begin another; a phase may be entered again."""
+        now = self._loop.time()
+        self.spent[self._phase] = self.spent.get(self._phase, 0.0) + (now - self._since) * 1000
+        self._since, self._phase = now, phase
+
+    def timings(self) -> dict[str, float | None]:
+        """`queued_ms` … `total_ms`; phases that were never entered are 0."""
+        self.switch(self._phase)
+        names = ("queued", "planning", "acquiring", "preparing", "running", "collecting")
+        spent: dict[str, float | None] = {f"{name}_ms": self.spent.get(name, 0.0) for name in names}
+        spent["total_ms"] = (self._since - self._first) * 1000
+        return spent
+
+
+@dataclass
+class Outcome:
+    """An exec that has ended."""
+
+    facts: ExecFacts
+    verdict: Verdict
+    collected: Collected | None
+    timeline: list[Json]
+
+    def document(
+        self, limits: Limits, modes: LimitModes, timings: Mapping[str, float | None], url: str, hint: str | None = None
+    ) -> Json:
+        """The result as stored. `url` is the prefix of artifacts; `hint` replaces the verdict's."""
+        verdict = self.verdict if hint is None else replace(self.verdict, hint=hint)
+        if self.collected is not None and not self.collected.complete:
+            more = "not all files could be read, so the list of changes is not complete"
+            verdict = replace(verdict, hint=f"{verdict.hint}; {more}" if verdict.hint else more)
+        if self.collected is not None and self.collected.skipped:
+            more = f"{len(self.collected.skipped)} outputs were over the limit of artifacts and not kept"
+            verdict = replace(verdict, hint=f"{verdict.hint}; {more}" if verdict.hint else more)
+        known = dict(timings)
+        if self.facts.running_ms is not None:
+            known["running_ms"] = self.facts.running_ms
+        found = self.collected
+        return result_document(
+            verdict,
+            self.facts,
+            stdout=stored_stream(self.facts.stdout),
+            stderr=stored_stream(self.facts.stderr),
+            timeline=self.timeline,
+            files=[asdict(change) for change in found.files] if found else (),
+            files_truncated=found.files_truncated if found else False,
+            artifacts=[{**a, "url": url + _quoted(str(a["path"]))} for a in found.artifacts] if found else (),
+            limits=limits,
+            modes=modes,
+            timings=known,
+        )
+
+
+class Execs:
+    """Supervises execs; the callers own rows, leases and transitions."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._cancel: dict[str, asyncio.Event] = {}
+
+    def request_end(self, exec_id: str) -> None:
+        """The row has got a `cancel_requested`: look at it now."""
+        if (event := self._cancel.get(exec_id)) is not None:
+            event.set()
+
+    @property
+    def supervised(self) -> frozenset[str]:
+        """Execs that this process waits for."""
+        return frozenset(self._cancel)
+
+    async def supervise(
+        self,
+        record: ExecRecord,
+        instance_id: str,
+        spec: ExecSpec,
+        modes: LimitModes,
+        *,
+        outputs: tuple[str, ...] | None,
+        into: str,
+        watch: Stopwatch,
+    ) -> Outcome:
+        """Start (or find) the exec, wait for its end, take its files; -> what happened. Writes the row's states, not its result.
+
+        `outputs` None = do not look at files. Never raises for what happens to the exec.
+        """
+        cancel = self._cancel.setdefault(record.exec_id, asyncio.Event())
+        try:
+            facts = await self._start(record, instance_id, spec)
+            if facts is None:
+                watch.switch("running")
+                self._core.wakes.ring(record.exec_id)
+                facts = await self._wait(record, cancel)
+            facts = await self._because(record.exec_id, facts)
+        finally:
+            self._cancel.pop(record.exec_id, None)
+        watch.switch("collecting")
+        verdict = judge(facts, spec.limits, modes)
+        collected = None
+        timeline: list[Json] = []
+        if verdict.started is not False:
+            timeline = await self._timeline(record.exec_id)
+            if outputs is not None and not facts.sandbox_lost and verdict.reason != "sandbox_deleted":
+                collected = await self._collect(instance_id, outputs, into)
+        return Outcome(facts, verdict, collected, timeline)
+
+    async def _start(self, record: ExecRecord, instance_id: str, spec: ExecSpec) -> ExecFacts | None:
+        """None = it runs (or the node knows how it ended); else why it does not."""
+        fence = Fence(record.incarnation, record.lease_version)
+        if record.state == "running":
+            return None
+        if (why := await self._cancelled(record.exec_id)) is not None:
+            return ExecFacts(False, ended_by=why)
+        try:
+            faults.point("exec.start.before")
+            await self._core.node.start_exec(instance_id, fence, spec)
+            faults.point("exec.start.after")
+        except CorralError as error:
+            return _not_started(error)
+        try:
+            await self._core.store.update_exec(
+                record.exec_id,
+                expect_states=("starting",),
+                changes={"state": "running", "started_at": self._core.now_ms()},
+            )
+        except CorralError as error:
+            if error.code != "conflict":
+                raise
+        return None
+
+    async def _wait(self, record: ExecRecord, cancel: asyncio.Event) -> ExecFacts:
+        waiting = asyncio.ensure_future(self._core.node.wait_exec(record.exec_id))
+        try:
+            while True:
+                cancel.clear()
+                if (why := await self._cancelled(record.exec_id)) is not None:
+                    if why == "sandbox_deleted":  # its instance is being destroyed, which ends it: do not fight over it
+                        await asyncio.wait({waiting}, timeout=30.0)
+                    if not waiting.done():
+                        await self._core.node.end_exec(record.exec_id, why)
+                    return await waiting
+                asked = asyncio.ensure_future(cancel.wait())
+                try:
+                    await asyncio.wait({waiting, asked}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    asked.cancel()
+                if waiting.done():
+                    return waiting.result()
+        except CorralError as error:
+            return _ended_unseen(error)
+        finally:
+            waiting.cancel()
+
+    async def _cancelled(self, exec_id: str) -> EndedBy | None:
+        row = await self._core.store.get_exec(exec_id, None)
+        why = row.cancel_requested if row is not None else None
+        # `sandbox_lost` is what happened to it, nothing that we would have to bring about.
+        return None if why is None or why == "sandbox_lost" else _ENDED.get(why, "cancelled")
+
+    async def _because(self, exec_id: str, facts: ExecFacts) -> ExecFacts:
+        """An exec that lost its sandbox because we destroyed it was ended by us, for that reason."""
+        if not facts.sandbox_lost or facts.exit_code is not None or facts.signal is not None or facts.ended_by:
+            return facts
+        why = await self._cancelled(exec_id)
+        return facts if why is None else replace(facts, ended_by=why)
+
+    async def _timeline(self, exec_id: str) -> list[Json]:
+        try:
+            return await self._core.node.timeline(exec_id)
+        except CorralError:
+            return []
+
+    async def _collect(self, instance_id: str, outputs: tuple[str, ...], into: str) -> Collected | None:
+        try:
+            if outputs:
+                os.makedirs(into, mode=0o700, exist_ok=True)
+            return await self._core.node.collect(
+                instance_id, outputs=outputs, max_bytes=ARTIFACT_BYTES, into=into if outputs else None
+            )
+        except (CorralError, OSError) as error:
+            self._core.log(f"collect {instance_id}: {error}")
+            return Collected((), False, (), (), False)
+        finally:
+            if outputs:
+                try:
+                    os.rmdir(into)  # nothing matched: leave no directory behind
+                except OSError:
+                    pass
+
+    # -- output ----------------------------------------------------------------------------------------------------------------
+    async def stream(self, exec_id: str, cursor: str | None) -> AsyncIterator[StreamEvent]:
+        """Output from the node's cursor to the end of the exec, without `started` and `ended`."""
+        source = self._core.node.stream_exec(exec_id, cursor)
+        try:
+            async for item in source:
+                match item:
+                    case Chunk():
+                        yield StreamEvent(item.stream, item.cursor, item.offset, item.data)
+                    case Gap():
+                        lost = {"stream": item.stream, "offset": item.offset, "bytes": item.bytes}
+                        yield StreamEvent("gap", None, item.offset, b"", lost)
+        except CorralError as error:
+            if error.code != "not_found":
+                raise
+        finally:
+            close = getattr(source, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def raw(self, exec_id: str, stream: Literal["stdout", "stderr"], follow: bool) -> AsyncIterator[bytes]:
+        """Everything spooled; with `follow`, to the end of the exec."""
+        if not follow:
+            async for block in self._core.node.raw_output(exec_id, stream):
+                yield block
+            return
+        async for event in self.stream(exec_id, None):
+            if event.kind == stream:
+                yield event.data
+
+
+def instance_of(view: SandboxView) -> str:
+    """The bound instance; `sandbox_lost` when there is none."""
+    if view.instance is None or view.instance.state != "bound":
+        raise CorralError("sandbox_lost", f"the sandbox {view.sandbox.sandbox_id} has no live instance")
+    return view.instance.instance_id
+
+
+def fence_of(view: SandboxView) -> Fence:
+    """The current fence of a sandbox."""
+    return Fence(view.sandbox.incarnation, view.lease.lease_version if view.lease else 0)
+
+
+def artifact_named(result: Json | None, path: str) -> str | None:
+    """The path, relative to the artifacts' directory, of an artifact that a result names; the caller may leave out /workspace."""
+    wanted = "/" + path.lstrip("/")
+    for known in (result or {}).get("artifacts", ()):
+        inner = str(known["path"]).removeprefix("/workspace/")
+        if wanted in (str(known["path"]), "/" + inner):
+            return inner
+    return None
+
+
+async def file_blocks(path: str) -> tuple[int, AsyncIterator[bytes]]:
+    """(size, blocks) of a regular file, never through a link at its end; `not_found` otherwise."""
+    try:
+        descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise CorralError("not_found", "there is no such artifact") from error
+    file = os.fdopen(descriptor, "rb")
+    size = os.fstat(descriptor).st_size
+
+    async def blocks() -> AsyncIterator[bytes]:
+        with file:
+            while block := await asyncio.to_thread(file.read, BLOCK):
+                yield block
+
+    return size, blocks()
+
+
+def _not_started(error: CorralError) -> ExecFacts:
+    """What `start_exec` refused. Whatever leaves a doubt about the start is `started` unknown."""
+    match error.code:
+        case "lease_lost":
+            return ExecFacts(False, ended_by="lease_lost")
+        case "not_found" | "sandbox_lost":
+            return ExecFacts(None, sandbox_lost=True)
+        case "guest_lost":
+            return ExecFacts(None, guest_lost=True)
+        case _:
+            return ExecFacts(None, infra=error.detail)
+
+
+def _ended_unseen(error: CorralError) -> ExecFacts:
+    match error.code:
+        case "not_found" | "sandbox_lost":
+            return ExecFacts(True, sandbox_lost=True)
+        case "guest_lost":
+            return ExecFacts(True, guest_lost=True)
+        case _:
+            return ExecFacts(True, infra=error.detail)
+
+
+def _quoted(path: str) -> str:
+    if path.isascii() and all(c.isalnum() or c in "/._-" for c in path):
+        return path.lstrip("/")
+    from urllib.parse import quote
+
+    return quote(path.encode("utf-8", "surrogateescape"), safe="/").lstrip("/")

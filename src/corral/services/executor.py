@@ -1,0 +1,589 @@
+"""One run, top to bottom (design 3): submit, plan, guard, place, bind, start at most once, collect, answer, settle.
+
+Every step first looks at what the store has already: `_drive` of a run that an earlier process began goes on where that one stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from corral import faults
+from corral.domain.guard import decide as guard_decide
+from corral.domain.limits import LimitModes, Limits
+from corral.domain.plan import plan_by_rules
+from corral.domain.records import AuditRecord, ExecRecord, Idempotency, RunRecord, SandboxView
+from corral.domain.request import RunRequest, parse_run
+from corral.domain.result import outcomeless_document
+from corral.domain.run import OPEN
+from corral.domain.runner import Runner, commands, compile_hint
+from corral.errors import CorralError
+from corral.ports.node import ExecSpec
+from corral.services.control import Core
+from corral.services.documents import read_limits
+from corral.services.events import Caller, StreamEvent
+from corral.services.execs import (
+    Execs,
+    Outcome,
+    Stopwatch,
+    artifact_named,
+    environment,
+    fence_of,
+    file_blocks,
+    instance_of,
+)
+from corral.services.lifecycle import Lifecycle, Wanted
+
+Json = dict[str, Any]
+NOT_PLACED: Json = {
+    "verdict": "not_placed",
+    "reason": "refused before placement",
+    "runtime": None,
+    "template_digest": None,
+}
+NEW_SANDBOX: Json = {"verdict": "new_sandbox", "reason": "a run without a session always gets a new sandbox"}
+OUTCOMES = frozenset(
+    (
+        "policy_denied",
+        "missing_tool",
+        "cwd_not_found",
+        "user_refused",
+        "queue_timeout",
+        "sandbox_lost",
+        "sandbox_deleted",
+        "lease_lost",
+        "dependency_failed",
+    )
+)
+"""Error codes that are reasons of a run as they are; every other one is `infra_error`."""
+GRACE_S = 120.0
+"""What a one-shot sandbox may live beyond its program's time before it ends itself."""
+
+
+class _Cancelled(Exception):
+    """The run was cancelled before its program was started."""
+
+
+@dataclass
+class _Flight:
+    """A run that this process drives."""
+
+    run: RunRecord
+    cancel: asyncio.Event = field(default_factory=asyncio.Event)
+    limits: Limits | None = None
+    modes: LimitModes | None = None
+    task: asyncio.Task[None] | None = None
+
+
+class Executor:
+    """Submits, drives, cancels and shows runs."""
+
+    def __init__(self, core: Core, lifecycle: Lifecycle, execs: Execs) -> None:
+        self._core = core
+        self._lifecycle = lifecycle
+        self._execs = execs
+        self._flights: dict[str, _Flight] = {}
+
+    # -- calls -----------------------------------------------------------------------------------------------------------------
+    async def submit(self, caller: Caller, document: Json, idempotency: Idempotency | None) -> RunRecord:
+        """Step 1. A request that cannot be honoured raises and makes no run; a second call with the same key joins the first."""
+        core = self._core
+        core.check_open()
+        request = parse_run(document, core.host)
+        self._runner(request)
+        await self._lifecycle.choose(request.placement, core.policy.isolation_floor, core.policy.require_enforced)
+        run = RunRecord(
+            run_id=core.id("run"),
+            tenant_id=caller.tenant_id,
+            owner=caller.owner,
+            state="requested",
+            request=document,
+            created_at=core.now_ms(),
+            attached=request.attached,
+        )
+        audit = AuditRecord(caller.tenant_id, caller.owner, "run.submitted", run.run_id, _summary(request))
+        run, made = await core.store.submit_run(run, audit, idempotency)
+        if made or (run.state != "finished" and run.run_id not in self._flights):
+            self.drive(run)
+        return run
+
+    def drive(self, run: RunRecord, grace_s: float = 0.0) -> None:
+        """Begin, or go on with, a run in the background. `grace_s`: more time for an attached client to come back."""
+        if run.run_id in self._flights:
+            return
+        flight = self._flights[run.run_id] = _Flight(run)
+        if run.cancel_requested:
+            flight.cancel.set()
+        if run.attached:
+            self._core.watchers.expect(run.run_id, grace_s)
+        flight.task = self._core.spawn(self._drive(flight), run.run_id)
+
+    async def get(self, caller: Caller, run_id: str) -> RunRecord:
+        """The run; a foreign or unknown id is `not_found`."""
+        run = await self._core.store.get_run(run_id, caller.tenant_id)
+        if run is None:
+            raise CorralError("not_found", f"there is no run {run_id[:64]}")
+        return run
+
+    async def wait(self, caller: Caller, run_id: str, seconds: float) -> RunRecord:
+        """The run when it is finished, or as it is after `seconds`. The caller counts as an attached client meanwhile."""
+        run = await self.get(caller, run_id)
+        if run.state == "finished" or seconds <= 0:
+            return run
+        until = asyncio.get_running_loop().time() + seconds
+        with self._core.watchers.watching(run_id), self._core.wakes.listen(run_id) as woken:
+            while True:
+                woken.clear()
+                run = await self.get(caller, run_id)
+                left = until - asyncio.get_running_loop().time()
+                if run.state == "finished" or left <= 0:
+                    return run
+                self._core.check_open()
+                try:
+                    async with asyncio.timeout(left):
+                        await woken.wait()
+                except TimeoutError:
+                    pass
+
+    async def page(self, caller: Caller, *, after: str | None, limit: int) -> tuple[list[RunRecord], str | None]:
+        """Newest first, and the id to go on after."""
+        runs = await self._core.store.list_runs(caller.tenant_id, after=after, limit=limit + 1)
+        return runs[:limit], runs[limit - 1].run_id if len(runs) > limit else None
+
+    async def cancel(self, caller: Caller, run_id: str, why: str) -> None:
+        """Ask the run to end, in whatever state; does nothing to one that has finished."""
+        run = await self.get(caller, run_id)
+        if run.state == "finished":
+            return
+        audit = AuditRecord(run.tenant_id, caller.owner, "run.cancel", run_id, {"why": why})
+        if run.cancel_requested is None:
+            try:
+                changes = {"cancel_requested": why}
+                run = await self._core.store.update_run(run_id, expect_states=OPEN, changes=changes, audit=audit)
+            except CorralError as error:
+                if error.code != "conflict":
+                    raise
+                return
+        if (flight := self._flights.get(run_id)) is not None:
+            flight.cancel.set()
+        for record in await self._rows(run):
+            if record.state in ("starting", "running"):
+                await self._ask_end(record, why)
+
+    async def stream(self, caller: Caller, run_id: str, cursor: str | None) -> AsyncIterator[StreamEvent]:
+        """`started`, output from the node's cursor on, `ended` with the run's document minus output."""
+        core = self._core
+        with core.watchers.watching(run_id):
+            run = await self._until(caller, run_id, lambda r: r.exec_id is not None or r.state == "finished")
+            if run.exec_id is not None:
+                yield StreamEvent("started", cursor, doc={"run_id": run_id, "exec_id": run.exec_id})
+                async for event in self._execs.stream(run.exec_id, cursor):
+                    yield event
+            run = await self._until(caller, run_id, lambda r: r.state == "finished")
+            yield StreamEvent("ended", None, doc=ended_document(run.result or {}, {"id": run_id, "state": run.state}))
+
+    async def _until(self, caller: Caller, run_id: str, good: Any) -> RunRecord:
+        with self._core.wakes.listen(run_id) as woken:
+            while True:
+                woken.clear()
+                run = await self.get(caller, run_id)
+                if good(run):
+                    return run
+                self._core.check_open()
+                await woken.wait()
+
+    async def logs(
+        self, caller: Caller, run_id: str, stream: Literal["stdout", "stderr"], *, follow: bool
+    ) -> AsyncIterator[bytes]:
+        """Everything that the program wrote to a stream, raw."""
+        run = await self.get(caller, run_id)
+        if run.exec_id is None and follow:
+            run = await self._until(caller, run_id, lambda r: r.exec_id is not None or r.state == "finished")
+        if run.exec_id is None:
+            return _nothing()
+        return self._execs.raw(run.exec_id, stream, follow and run.state != "finished")
+
+    async def artifact(self, caller: Caller, run_id: str, path: str) -> tuple[int, AsyncIterator[bytes]]:
+        """(size, blocks) of an artifact that the result names; nothing else is ever opened."""
+        run = await self.get(caller, run_id)
+        if (inner := artifact_named(run.result, path)) is not None:
+            return await file_blocks(os.path.join(self._core.artifacts, run_id, inner))
+        raise CorralError("not_found", f"the run has no artifact {path[:200]!r}")
+
+    @property
+    def in_flight(self) -> list[RunRecord]:
+        """What this process drives."""
+        return [flight.run for flight in self._flights.values()]
+
+    async def abandon(self) -> None:
+        """At a stop: attached runs whose client is this very process are cancelled; the others go to the next owner."""
+        mine = [f for f in self._flights.values() if f.run.attached and self._core.watchers.alone_s(f.run.run_id) > 0]
+        for flight in mine:
+            try:
+                await self.cancel(Caller(flight.run.tenant_id, flight.run.owner), flight.run.run_id, "client_gone")
+            except CorralError as error:
+                self._core.log(f"{flight.run.run_id}: {error}")
+        tasks = {f.task for f in mine if f.task is not None}
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._core.delays["drain_s"])
+
+    # -- the run itself --------------------------------------------------------------------------------------------------------
+    async def _drive(self, flight: _Flight) -> None:
+        run_id = flight.run.run_id
+        watch = Stopwatch("queued")
+        try:
+            result = await self._outcome(flight, watch)
+            await self._finish(flight, result)
+        finally:
+            self._flights.pop(run_id, None)
+            self._core.watchers.forget(run_id)
+            self._core.wakes.ring(run_id)
+        self._settle(flight.run)
+
+    async def _outcome(self, flight: _Flight, watch: Stopwatch) -> Json:
+        """The result document, whatever happens; only a stop of the service gets through."""
+
+        def without(reason: str, hint: str, started: bool | None = False) -> Json:
+            document = outcomeless_document(
+                reason, hint, limits=flight.limits, modes=flight.modes, timings=watch.timings(), started=started
+            )
+            nothing = {"produced": 0, "head": 0, "tail": 0}
+            return {**document, "stdout": nothing, "stderr": nothing}
+
+        try:
+            return await self._run(flight, watch)
+        except _Cancelled:
+            return without("cancelled", "cancelled by request before it was started; nothing was run")
+        except CorralError as error:
+            if error.code == "shutting_down":
+                raise asyncio.CancelledError from error
+            reason = error.code if error.code in OUTCOMES else "infra_error"
+            hint = f"{error.detail}; {error.hint}" if error.hint else error.detail
+            return without(reason, hint, error.facts.get("started", False))
+        except Exception as error:
+            self._core.log(f"{flight.run.run_id}: {traceback.format_exc()}")
+            started = None if flight.run.exec_id is not None else False
+            return without("infra_error", f"an unexpected {type(error).__name__} in the service", started)
+
+    async def _run(self, flight: _Flight, watch: Stopwatch) -> Json:
+        core, run = self._core, flight.run
+        request = parse_run(run.request, core.host)
+        self._check(flight)
+
+        # 2, 3: plan and guard; what is stored is replayed, never decided again
+        watch.switch("planning")
+        run = await self._plan(flight, request)
+        guard = run.decisions["guard"]
+        limits = flight.limits = Limits.from_dict(guard["limits"])
+        if guard["verdict"] != "allow":
+            raise CorralError("policy_denied", guard["reason"], hint=guard.get("hint"))
+
+        # 4: where
+        watch.switch("acquiring")
+        run = await self._place(flight, request, guard)
+        place = run.decisions["placement"]
+        await self._check_tools(request, guard["template"])
+        assert run.sandbox_id is not None
+        wall_s = limits.wall_s * (2 if self._compiles(request) else 1)
+        ttl_s = guard["ttl_s"] if request.keep else wall_s + GRACE_S
+        wanted = Wanted(
+            sandbox_id=run.sandbox_id,
+            tenant_id=run.tenant_id,
+            owner=run.owner if request.keep else f"{run.owner}/{run.run_id}",
+            runtime=place["runtime"],
+            security_level=place["security_level"],
+            template=guard["template"],
+            template_digest=place["template_digest"],
+            resource_class=guard["resource_class"],
+            limits=limits,
+            modes=flight.modes or LimitModes(),
+            ttl_s=ttl_s,
+            one_shot=not request.keep,
+        )
+
+        # 5: the sandbox, with the lease; 6: its files
+        view = await self._race(flight, self._lifecycle.provide(wanted))
+        watch.switch("preparing")
+        run = await self._update(
+            flight, {"lease_version": fence_of(view).token, "incarnation": view.sandbox.incarnation}
+        )
+        steps = self._steps(request)
+        rows = {str(r.spec.get("step")): r for r in await self._rows(run)}
+        if "program" not in rows and "compile" not in rows:
+            await self._race(flight, self._put_files(view, request))
+
+        # 7, 8: the compiler, if there is one, and the program
+        url = f"/v1/runs/{run.run_id}/artifacts/"
+        for step, argv, env in steps:
+            last = step == "program"
+            outcome, record = await self._step(flight, request, view, step, argv, env, rows.get(step), watch)
+            if last or outcome.verdict.reason != "ok":
+                hint = None
+                if not last and outcome.verdict.reason == "nonzero_exit":
+                    runner = self._runner(request)
+                    assert runner is not None
+                    hint = compile_hint(runner, outcome.verdict.hint)
+                await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
+                core.wakes.ring(run.run_id)
+                result = outcome.document(limits, wanted.modes, watch.timings(), url, hint)
+                await self._lifecycle.exec_ended(record, outcome, result)
+                return result
+            await self._lifecycle.exec_ended(
+                record, outcome, outcome.document(limits, wanted.modes, watch.timings(), url)
+            )
+            watch.switch("preparing")
+        raise AssertionError("a run has a program")
+
+    async def _plan(self, flight: _Flight, request: RunRequest) -> RunRecord:
+        run = flight.run
+        if run.decisions.get("guard") is not None:
+            return run
+        policy = self._core.policy
+        intent = plan_by_rules(request)
+        ttl_s = request.ttl_s if request.keep else None
+        verdict = guard_decide(policy, intent, request.wishes, request.placement, ttl_s=ttl_s, user=request.user)
+        plan = {**intent.as_dict(), "verdict": "planned", "reason": intent.reason}
+        decisions = {**run.decisions, "plan": plan, "guard": verdict.as_dict()}
+        if not verdict.allowed:
+            decisions["placement"] = NOT_PLACED
+        audit = AuditRecord(
+            run.tenant_id, "system:guard", f"guard.{verdict.verdict}", run.run_id, {"reason": verdict.reason}
+        )
+        return await self._update(flight, {"state": "planning", "decisions": decisions}, audit)
+
+    async def _place(self, flight: _Flight, request: RunRequest, guard: Json) -> RunRecord:
+        run, core = flight.run, self._core
+        placed = run.decisions.get("placement")
+        if placed is None:
+            choice = await self._lifecycle.choose(
+                request.placement, core.policy.isolation_floor, core.policy.require_enforced
+            )
+            digest = await self._race(flight, core.node.ensure_template(guard["template"], core.progress))
+            placed = {
+                **choice.as_dict(),
+                "template_digest": digest,
+                "modes": choice.modes.as_dict(),
+                "overshoot": dict(choice.modes.overshoot),
+            }
+            decisions = {**run.decisions, "reuse": NEW_SANDBOX, "placement": placed}
+            # The sandbox's id is committed before there is a sandbox, so that none is ever without its run.
+            changes = {"state": "starting", "decisions": decisions, "sandbox_id": core.id("sbx")}
+            run = await self._update(flight, changes)
+        _, flight.modes = read_limits({"values": guard["limits"], **placed})
+        return run
+
+    async def _check_tools(self, request: RunRequest, template: str) -> None:
+        """A template that lacks the language is known before anything is started."""
+        if request.language is None:
+            return
+        for known in await self._core.node.templates():
+            if known["name"] == template and request.language not in known["languages"]:
+                raise CorralError(
+                    "missing_tool",
+                    f"the template {template} has no {request.language}",
+                    hint="use a template that has it" + (f": {known['reason']}" if known.get("reason") else ""),
+                )
+
+    async def _put_files(self, view: SandboxView, request: RunRequest) -> None:
+        """Step 6. Safe to repeat: nothing of the caller's has run yet."""
+        files = [(f.path, f.mode, f.content) for f in request.files]
+        if request.code is not None:
+            files.append((self._code_path(request), 0o644, request.code.encode("utf-8", "surrogateescape")))
+        node, instance_id = self._core.node, instance_of(view)
+        if files:
+            await node.put_files(instance_id, fence_of(view), files)
+        await node.mark(instance_id)
+
+    async def _step(
+        self,
+        flight: _Flight,
+        request: RunRequest,
+        view: SandboxView,
+        step: str,
+        argv: tuple[str, ...],
+        env: dict[str, str],
+        record: ExecRecord | None,
+        watch: Stopwatch,
+    ) -> tuple[Outcome, ExecRecord]:
+        """One exec of the run: row first, then the frame."""
+        core, run = self._core, flight.run
+        assert flight.limits is not None
+        if record is None:
+            self._check(flight)
+            record = ExecRecord(
+                exec_id=core.id("exe"),
+                sandbox_id=view.sandbox.sandbox_id,
+                incarnation=view.sandbox.incarnation,
+                lease_version=fence_of(view).token,
+                state="starting",
+                spec={"step": step, "argv": list(argv)},
+                created_at=core.now_ms(),
+                run_id=run.run_id,
+            )
+            record = await self._lifecycle.exec_requested(record, fence_of(view))
+        spec = ExecSpec(
+            exec_id=record.exec_id,
+            argv=argv,
+            env=environment(request.user, env, request.env),
+            cwd=request.cwd or "/workspace",
+            user=request.user,
+            stdin=request.stdin if step == "program" else None,
+            limits=flight.limits,
+            background="keep" if request.keep and step == "program" else "kill",
+        )
+        changes: Json = {"state": "running"}
+        if step == "program":
+            changes["exec_id"] = record.exec_id
+        await self._update(flight, changes)
+        if flight.cancel.is_set():
+            await self._ask_end(record, flight.run.cancel_requested or "cancelled")
+        core.wakes.ring(run.run_id)
+        faults.point("run.exec.before")
+        outcome = await self._execs.supervise(
+            record,
+            instance_of(view),
+            spec,
+            flight.modes or LimitModes(),
+            outputs=request.outputs if step == "program" else None,
+            into=os.path.join(core.artifacts, run.run_id),
+            watch=watch,
+        )
+        faults.point("run.exec.after")
+        return outcome, record
+
+    async def _finish(self, flight: _Flight, result: Json) -> None:
+        """Step 9."""
+        run = flight.run
+        audit = AuditRecord(
+            run.tenant_id,
+            "system:executor",
+            "run.finished",
+            run.run_id,
+            {"reason": result["reason"], "exit_code": result["exit_code"], "started": result["started"]},
+        )
+        faults.point("run.finish.before")
+        flight.run = await self._core.store.finish_run(
+            run.run_id, result=result, reason=result["reason"], timings=result["timings"], audit=audit
+        )
+        faults.point("run.finish.after")
+
+    def _settle(self, run: RunRecord) -> None:
+        """Step 10, off the caller's path: a one-shot's sandbox goes; a kept one stays leased, if it has become one."""
+        keep = bool(run.request.get("keep"))
+        if run.sandbox_id is not None and (not keep or (run.result or {}).get("started") is False):
+            self._core.spawn(self._lifecycle.destroy(run.sandbox_id, "run_finished"), f"{run.run_id} settle", last=True)
+
+    # -- parts -----------------------------------------------------------------------------------------------------------------
+    def _runner(self, request: RunRequest) -> Runner | None:
+        if request.language is None:
+            return None
+        runner = self._core.runners.get(request.language)
+        if runner is None:
+            raise CorralError(
+                "not_supported_yet",
+                f"this version has no runner for {request.language}",
+                hint=f"use one of {', '.join(sorted(self._core.runners))}, or a command",
+                field="/language",
+            )
+        return runner
+
+    def _compiles(self, request: RunRequest) -> bool:
+        runner = self._runner(request)
+        return runner is not None and runner.compile is not None
+
+    def _code_path(self, request: RunRequest) -> str:
+        runner = self._runner(request)
+        assert runner is not None
+        return request.code_path or runner.file_name
+
+    def _steps(self, request: RunRequest) -> list[tuple[str, tuple[str, ...], dict[str, str]]]:
+        """(step, argv, environment of the runner) in order; the last is `program`."""
+        if request.command is not None:
+            return [("program", request.command, {})]
+        if request.shell is not None:
+            return [("program", ("/bin/sh", "-c", request.shell), {})]
+        runner = self._runner(request)
+        assert runner is not None
+        compiler, program = commands(runner, f"/workspace/{self._code_path(request)}", request.args)
+        first = [("compile", compiler, dict(runner.env))] if compiler is not None else []
+        return [*first, ("program", program, dict(runner.env))]
+
+    async def _rows(self, run: RunRecord) -> list[ExecRecord]:
+        if run.sandbox_id is None:
+            return []
+        return [r for r in await self._core.store.list_execs(run.sandbox_id) if r.run_id == run.run_id]
+
+    async def _ask_end(self, record: ExecRecord, why: str) -> None:
+        try:
+            await self._core.store.update_exec(
+                record.exec_id, expect_states=("starting", "running"), changes={"cancel_requested": why}
+            )
+        except CorralError as error:
+            if error.code != "conflict":
+                raise
+        self._execs.request_end(record.exec_id)
+
+    async def _update(self, flight: _Flight, changes: Json, audit: AuditRecord | None = None) -> RunRecord:
+        flight.run = await self._core.store.update_run(
+            flight.run.run_id, expect_states=OPEN, changes=changes, audit=audit
+        )
+        return flight.run
+
+    def _check(self, flight: _Flight) -> None:
+        if flight.cancel.is_set():
+            raise _Cancelled
+
+    async def _race(self, flight: _Flight, work: Any) -> Any:
+        """`work`, unless the run is cancelled first; then the work ends by itself and what it made is destroyed afterwards."""
+        self._check(flight)
+        task = asyncio.ensure_future(work)
+        asked = asyncio.ensure_future(flight.cancel.wait())
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            raise _Cancelled
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            asked.cancel()
+
+
+def ended_document(result: Json, around: Json) -> Json:
+    """The document of an `ended` event: the result without output, which the stream has carried already."""
+    shown = dict(result)
+    for name in ("stdout", "stderr"):
+        facts = shown.get(name) or {"produced": 0, "head": 0, "tail": 0}
+        kept = facts["head"] + facts["tail"]
+        cut = kept < facts["produced"]
+        shown[name] = {
+            "bytes": facts["produced"],
+            "kept_bytes": kept,
+            "truncated": cut,
+            "text": None,
+            "base64": None,
+            "head_bytes": facts["head"] if cut else None,
+        }
+    return {**around, "result": shown}
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    yield b""
+
+
+def _summary(request: RunRequest) -> Json:
+    """What the audit says of a request: its shape and sizes, no content."""
+    kind = "code" if request.code is not None else "command" if request.command is not None else "shell"
+    return {
+        "kind": kind,
+        "language": request.language,
+        "files": len(request.files),
+        "keep": request.keep,
+        "attached": request.attached,
+    }

@@ -1,0 +1,421 @@
+"""Kept sandboxes and the execs in them. The caller's key owns an implicit lease, which every call renews."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import re
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any, Literal
+
+from corral.domain.fence import Fence
+from corral.domain.guard import check_user, exec_limits
+from corral.domain.guard import decide as guard_decide
+from corral.domain.limits import Limits
+from corral.domain.plan import plan_by_rules
+from corral.domain.records import AuditRecord, EventRecord, ExecRecord, Idempotency, SandboxView
+from corral.domain.request import ExecRequest, parse_exec, parse_sandbox
+from corral.domain.runner import Runner, commands
+from corral.errors import CorralError
+from corral.ports.node import ExecSpec
+from corral.services.control import Core
+from corral.services.documents import read_limits
+from corral.services.events import Caller, StreamEvent
+from corral.services.execs import Execs, Stopwatch, artifact_named, environment, fence_of, file_blocks, instance_of
+from corral.services.executor import ended_document
+from corral.services.lifecycle import Lifecycle, Wanted
+
+Json = dict[str, Any]
+ALIVE = ("leased", "running")
+OPEN_EXEC = ("starting", "running")
+SIGNALS = {
+    "HUP": 1, "INT": 2, "QUIT": 3, "KILL": 9, "USR1": 10, "USR2": 12, "PIPE": 13, "ALRM": 14, "TERM": 15,
+    "CONT": 18, "STOP": 19, "TSTP": 20, "WINCH": 28,
+}  # fmt: skip
+LIVING_STATES = (
+    "requested", "planning", "allocating", "provisioning", "locking", "ready", "leased", "running", "idle",
+    "reuse_checking", "recycling", "hibernating", "hibernated", "pausing", "paused", "resuming", "sanitizing",
+    "failed", "lost",
+)  # fmt: skip
+
+
+class Sandboxes:
+    """Creates, lists, uses and deletes kept sandboxes."""
+
+    def __init__(self, core: Core, lifecycle: Lifecycle, execs: Execs) -> None:
+        self._core = core
+        self._lifecycle = lifecycle
+        self._execs = execs
+        self._driven: dict[str, asyncio.Task[None]] = {}
+
+    # -- sandboxes -------------------------------------------------------------------------------------------------------------
+    async def create(self, caller: Caller, document: Json, idempotency: Idempotency | None) -> SandboxView:
+        """A sandbox leased to the caller. With a key that was used: the same sandbox, finished if it was half made."""
+        core = self._core
+        core.check_open()
+        request = parse_sandbox(document, core.host)
+        policy = core.policy
+        intent = plan_by_rules(request)
+        guard = guard_decide(policy, intent, request.wishes, request.placement, ttl_s=request.ttl_s)
+        if not guard.allowed:
+            await core.store.add_audit(
+                AuditRecord(caller.tenant_id, caller.owner, "guard.deny", "sandbox", {"reason": guard.reason})
+            )
+            raise guard.error()
+        choice = await self._lifecycle.choose(request.placement, guard.isolation_floor, guard.require_enforced)
+        digest = await core.node.ensure_template(guard.template, core.progress)
+        wanted = Wanted(
+            sandbox_id=core.id("sbx"),
+            tenant_id=caller.tenant_id,
+            owner=caller.owner,
+            runtime=choice.runtime,
+            security_level=choice.security_level,
+            template=guard.template,
+            template_digest=digest,
+            resource_class=guard.resource_class,
+            limits=guard.limits,
+            modes=choice.modes,
+            ttl_s=guard.ttl_s,
+            one_shot=False,
+        )
+        record = await self._lifecycle.record(wanted, idempotency)
+        view = await self._lifecycle.view(record.sandbox_id)
+        if record.sandbox_id != wanted.sandbox_id:
+            wanted = self._lifecycle.wanted_of(view)
+            if view.sandbox.state in ("sanitizing", "terminated"):
+                return view
+        view = await self._lifecycle.provide(wanted)
+        if not await core.store.list_execs(record.sandbox_id):
+            files = [(f.path, f.mode, f.content) for f in request.files]
+            if files:
+                await core.node.put_files(instance_of(view), fence_of(view), files)
+            await core.node.mark(instance_of(view))
+        return await self._lifecycle.view(record.sandbox_id)
+
+    async def page(
+        self, caller: Caller, *, after: str | None, limit: int, ended: bool
+    ) -> tuple[list[SandboxView], str | None]:
+        """Newest first; `ended` = terminated ones too."""
+        states = None if ended else LIVING_STATES
+        views = await self._core.store.list_sandboxes(caller.tenant_id, states=states, after=after, limit=limit + 1)
+        return views[:limit], views[limit - 1].sandbox.sandbox_id if len(views) > limit else None
+
+    async def inspect(self, caller: Caller, sandbox_id: str) -> tuple[SandboxView, list[EventRecord]]:
+        """The sandbox and its history."""
+        view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
+        return view, await self._core.store.history(sandbox_id)
+
+    async def delete(self, caller: Caller, sandbox_id: str, wait_s: float) -> SandboxView:
+        """End it; wins every race. Waits until it is terminated, at most `wait_s`. Repeated: the same answer."""
+        view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
+        if view.sandbox.state == "terminated":
+            return view
+        audit = AuditRecord(caller.tenant_id, caller.owner, "sandbox.deleted", sandbox_id, {})
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self._lifecycle.destroy(sandbox_id, "deleted", audit)
+        except TimeoutError:
+            return await self._lifecycle.view(sandbox_id)
+
+    async def usable(self, caller: Caller, sandbox_id: str, lease: str | None = None) -> SandboxView:
+        """The sandbox, with the caller's lease renewed; else why it cannot be used."""
+        view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
+        row = view.sandbox
+        if row.state in ("sanitizing", "terminated"):
+            lost = row.failure == "sandbox_lost"
+            raise CorralError(
+                "sandbox_lost" if lost else "sandbox_deleted",
+                f"the sandbox {sandbox_id} " + ("is lost" if lost else "was deleted"),
+                hint="create a new one",
+            )
+        if row.state == "lost":
+            raise CorralError("sandbox_lost", f"the sandbox {sandbox_id} is lost", hint="create a new one")
+        if row.state not in ALIVE:
+            raise CorralError("conflict", f"the sandbox {sandbox_id} is {row.state}", hint="try again in a moment")
+        fence = fence_of(view)
+        if lease is not None:
+            try:
+                given = Fence.parse(lease)
+            except ValueError as error:
+                raise CorralError("invalid_value", "Corral-Lease is not <incarnation>.<lease_version>") from error
+            if given != fence:
+                raise CorralError("lease_lost", f"the lease {given} is not the current one", hint="look at it again")
+        ttl_ms = max(1000, row.expires_at - row.created_at)
+        await self._core.store.renew_lease(sandbox_id, caller.owner, fence, ttl_ms)
+        return view
+
+    # -- execs -----------------------------------------------------------------------------------------------------------------
+    async def start_exec(
+        self, caller: Caller, sandbox_id: str, document: Json, idempotency: Idempotency | None, lease: str | None
+    ) -> tuple[ExecRecord, float | None]:
+        """The exec's row, driven in the background; and how long the caller said that it waits."""
+        core = self._core
+        core.check_open()
+        request = parse_exec(document, core.host)
+        self._runner(request)
+        view = await self.usable(caller, sandbox_id, lease)
+        sandbox_limits, _ = read_limits(view.sandbox.limits)
+        check_user(core.policy, view.sandbox.template_id, request.user)
+        limits = exec_limits(
+            core.policy, sandbox_limits, request.timeout_s, request.output_bytes, request.output_kill_bytes
+        )
+        record = ExecRecord(
+            exec_id=core.id("exe"),
+            sandbox_id=sandbox_id,
+            incarnation=view.sandbox.incarnation,
+            lease_version=fence_of(view).token,
+            state="starting",
+            spec=_stored(request, limits),
+            created_at=core.now_ms(),
+            attached=request.attached,
+        )
+        record = await self._lifecycle.exec_requested(record, fence_of(view), idempotency, caller.tenant_id)
+        self.drive(record)
+        return record, request.wait_s
+
+    def drive(self, record: ExecRecord, grace_s: float = 0.0) -> None:
+        """Begin, or go on with, an exec in the background."""
+        if record.exec_id in self._driven or record.state not in OPEN_EXEC:
+            return
+        if record.attached:
+            self._core.watchers.expect(record.exec_id, grace_s)
+        task = self._core.spawn(self._drive(record), record.exec_id)
+        self._driven[record.exec_id] = task
+        task.add_done_callback(lambda _: self._driven.pop(record.exec_id, None))
+
+    async def _drive(self, record: ExecRecord) -> None:
+        core = self._core
+        watch = Stopwatch("preparing")
+        view = await self._lifecycle.view(record.sandbox_id)
+        _, modes = read_limits(view.sandbox.limits)
+        request, limits = _read(record)
+        instance_id = view.instance.instance_id if view.instance is not None else ""
+        url = f"/v1/execs/{record.exec_id}/artifacts/"
+        if request.code is not None and record.state == "starting":
+            try:
+                file = (_code_path(self._runner(request), record.exec_id), 0o644, _bytes(request.code))
+                await core.node.put_files(instance_id, fence_of(view), [file])
+            except CorralError as error:
+                core.log(f"{record.exec_id}: {error}")  # the exec then says itself what is wrong
+        argv, env = self._command(request, record.exec_id)
+        spec = ExecSpec(
+            exec_id=record.exec_id,
+            argv=argv,
+            env=environment(request.user, env, request.env),
+            cwd=request.cwd or "/workspace",
+            user=request.user,
+            stdin=request.stdin,
+            stdin_open=request.stdin_open,
+            pty=request.pty,
+            limits=limits,
+            background="keep",
+        )
+        outcome = await self._execs.supervise(
+            record,
+            instance_id,
+            spec,
+            modes,
+            outputs=request.outputs,
+            into=os.path.join(core.artifacts, record.exec_id),
+            watch=watch,
+        )
+        result = outcome.document(limits, modes, watch.timings(), url)
+        await self._lifecycle.exec_ended(record, outcome, result)
+        core.watchers.forget(record.exec_id)
+        if outcome.collected is not None:
+            try:
+                await core.node.mark(instance_id)
+            except CorralError as error:
+                core.log(f"mark {instance_id}: {error}")
+
+    async def get_exec(self, caller: Caller, exec_id: str) -> ExecRecord:
+        """The exec; a foreign or unknown id is `not_found`."""
+        record = await self._core.store.get_exec(exec_id, caller.tenant_id)
+        if record is None:
+            raise CorralError("not_found", f"there is no exec {exec_id[:64]}")
+        return record
+
+    async def list_execs(self, caller: Caller, sandbox_id: str) -> list[ExecRecord]:
+        """All execs of a sandbox, oldest first."""
+        await self._lifecycle.view(sandbox_id, caller.tenant_id)
+        return await self._core.store.list_execs(sandbox_id)
+
+    async def wait_exec(self, caller: Caller, exec_id: str, seconds: float) -> ExecRecord:
+        """The exec when it has ended, or as it is after `seconds`. The caller counts as an attached client meanwhile."""
+        record = await self.get_exec(caller, exec_id)
+        if record.state not in OPEN_EXEC or seconds <= 0:
+            return record
+        until = asyncio.get_running_loop().time() + seconds
+        with self._core.watchers.watching(exec_id), self._core.wakes.listen(exec_id) as woken:
+            while True:
+                woken.clear()
+                record = await self.get_exec(caller, exec_id)
+                left = until - asyncio.get_running_loop().time()
+                if record.state not in OPEN_EXEC or left <= 0:
+                    return record
+                self._core.check_open()
+                try:
+                    async with asyncio.timeout(left):
+                        await woken.wait()
+                except TimeoutError:
+                    pass
+
+    async def stream(self, caller: Caller, exec_id: str, cursor: str | None) -> AsyncIterator[StreamEvent]:
+        """`started`, output from the node's cursor on, `ended`."""
+        core = self._core
+        with core.watchers.watching(exec_id):
+            with core.wakes.listen(exec_id) as woken:
+                while (record := await self.get_exec(caller, exec_id)).state == "starting":
+                    core.check_open()
+                    await woken.wait()
+                    woken.clear()
+            if record.state != "never_started":
+                yield StreamEvent("started", cursor, doc={"exec_id": exec_id, "sandbox_id": record.sandbox_id})
+                async for event in self._execs.stream(exec_id, cursor):
+                    yield event
+            while (record := await self.wait_exec(caller, exec_id, 3600.0)).state in OPEN_EXEC:
+                pass
+            around = {"id": exec_id, "sandbox_id": record.sandbox_id, "lease_version": record.lease_version}
+            yield StreamEvent("ended", None, doc=ended_document(record.result or {}, around))
+
+    async def logs(
+        self, caller: Caller, exec_id: str, stream: Literal["stdout", "stderr"], *, follow: bool
+    ) -> AsyncIterator[bytes]:
+        """Everything that the program wrote to a stream, raw."""
+        record = await self.get_exec(caller, exec_id)
+        return self._execs.raw(exec_id, stream, follow and record.state in OPEN_EXEC)
+
+    async def sandbox_logs(
+        self, caller: Caller, sandbox_id: str, stream: Literal["stdout", "stderr"], *, follow: bool
+    ) -> AsyncIterator[bytes]:
+        """The output of the sandbox's newest exec; `not_found` when it has had none."""
+        records = await self.list_execs(caller, sandbox_id)
+        if not records:
+            raise CorralError("not_found", f"the sandbox {sandbox_id} has had no exec yet")
+        return await self.logs(caller, records[-1].exec_id, stream, follow=follow)
+
+    async def artifact(self, caller: Caller, exec_id: str, path: str) -> tuple[int, AsyncIterator[bytes]]:
+        """(size, blocks) of an artifact that the exec's result names."""
+        record = await self.get_exec(caller, exec_id)
+        if (inner := artifact_named(record.result, path)) is not None:
+            return await file_blocks(os.path.join(self._core.artifacts, exec_id, inner))
+        raise CorralError("not_found", f"the exec has no artifact {path[:200]!r}")
+
+    async def cancel_exec(self, caller: Caller, exec_id: str, why: str) -> ExecRecord:
+        """End it; answers when it has ended, at most 10 s later."""
+        record = await self.get_exec(caller, exec_id)
+        if record.state in OPEN_EXEC:
+            try:
+                await self._core.store.update_exec(
+                    exec_id, expect_states=OPEN_EXEC, changes={"cancel_requested": record.cancel_requested or why}
+                )
+            except CorralError as error:
+                if error.code != "conflict":
+                    raise
+            self._execs.request_end(exec_id)
+        return await self.wait_exec(caller, exec_id, 10.0)
+
+    async def _running(self, caller: Caller, exec_id: str) -> ExecRecord:
+        record = await self.get_exec(caller, exec_id)
+        if record.state not in OPEN_EXEC:
+            raise CorralError("conflict", f"the exec has ended ({record.state})", retryable=False)
+        await self.usable(caller, record.sandbox_id)
+        return record
+
+    async def signal_exec(self, caller: Caller, exec_id: str, document: Any) -> None:
+        """`{"signal": "TERM" | "SIGTERM" | 15}` to the whole exec."""
+        given = document.get("signal") if isinstance(document, dict) else None
+        if isinstance(given, str) and re.fullmatch(r"[A-Z0-9]{2,10}", given):
+            number = SIGNALS.get(given.removeprefix("SIG"), 0)
+        else:
+            number = given if isinstance(given, int) and not isinstance(given, bool) else 0
+        if not 1 <= number <= 64:
+            raise CorralError("invalid_value", "signal is not a signal", field="/signal", hint="use TERM, INT, KILL, …")
+        await self._running(caller, exec_id)
+        await self._core.node.signal_exec(exec_id, number)
+
+    async def resize_exec(self, caller: Caller, exec_id: str, document: Any) -> None:
+        """`{"rows", "cols"}` of the exec's terminal."""
+        rows, cols = (document.get(n) if isinstance(document, dict) else None for n in ("rows", "cols"))
+        for name, value in (("rows", rows), ("cols", cols)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
+                raise CorralError("invalid_value", f"{name} is not an integer from 1 to 65535", field=f"/{name}")
+        await self._running(caller, exec_id)
+        await self._core.node.resize_exec(exec_id, int(rows), int(cols))  # type: ignore[arg-type]
+
+    async def stdin_exec(self, caller: Caller, exec_id: str, data: bytes, eof: bool) -> None:
+        """More input for an exec that was started with `stdin_open`."""
+        await self._running(caller, exec_id)
+        await self._core.node.stdin_exec(exec_id, data, eof)
+
+    # -- files -----------------------------------------------------------------------------------------------------------------
+    async def get_tar(self, caller: Caller, sandbox_id: str, path: str, user: str) -> AsyncIterator[bytes]:
+        """A tar stream of a path inside."""
+        view = await self.usable(caller, sandbox_id)
+        check_user(self._core.policy, view.sandbox.template_id, user)
+        return self._core.node.get_tar(instance_of(view), path, user)
+
+    async def put_tar(
+        self, caller: Caller, sandbox_id: str, blocks: AsyncIterator[bytes], path: str, user: str
+    ) -> None:
+        """Unpack a tar stream inside; afterwards its files count as there before."""
+        view = await self.usable(caller, sandbox_id)
+        check_user(self._core.policy, view.sandbox.template_id, user)
+        await self._core.node.put_tar(instance_of(view), fence_of(view), blocks, path, user)
+        if not await self._core.store.open_execs(sandbox_id):
+            await self._core.node.mark(instance_of(view))
+
+    # -- parts -----------------------------------------------------------------------------------------------------------------
+    def _runner(self, request: ExecRequest) -> Runner | None:
+        if request.language is None:
+            return None
+        runner = self._core.runners.get(request.language)
+        if runner is None or runner.compile is not None:
+            raise CorralError(
+                "not_supported_yet",
+                f"this version cannot take {request.language} code in an exec",
+                hint="use corral run, or put the file there and run its compiler",
+                field="/language",
+            )
+        return runner
+
+    def _command(self, request: ExecRequest, exec_id: str) -> tuple[tuple[str, ...], dict[str, str]]:
+        """(argv, environment of the runner)."""
+        if request.argv is not None:
+            return request.argv, {}
+        if request.shell is not None:
+            return ("/bin/sh", "-c", request.shell), {}
+        runner = self._runner(request)
+        assert runner is not None
+        _, program = commands(runner, f"/workspace/{_code_path(runner, exec_id)}", request.args)
+        return program, dict(runner.env)
+
+
+def _code_path(runner: Runner | None, exec_id: str) -> str:
+    """Where the code of an exec lies: never over a file of the caller's."""
+    assert runner is not None
+    return f".corral-exec/{exec_id}/{runner.file_name}"
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _stored(request: ExecRequest, limits: Limits) -> Json:
+    """`ExecRecord.spec`: all that is needed to send the exec again."""
+    document = asdict(request)
+    document["stdin"] = None if request.stdin is None else base64.b64encode(request.stdin).decode("ascii")
+    return {"request": document, "limits": limits.as_dict()}
+
+
+def _read(record: ExecRecord) -> tuple[ExecRequest, Limits]:
+    """The inverse of `_stored`."""
+    document = dict(record.spec["request"])
+    for name in ("argv", "args", "outputs", "pty"):
+        if document.get(name) is not None:
+            document[name] = tuple(document[name])
+    if document["stdin"] is not None:
+        document["stdin"] = base64.b64decode(document["stdin"])
+    return ExecRequest(**document), Limits.from_dict(record.spec["limits"])

@@ -1,0 +1,181 @@
+"""What keeps an installation right: taking over after another owner, the loops behind the calls, gc and doctor."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from corral.domain.limits import LimitModes
+from corral.domain.records import ExecRecord, RunRecord, SandboxView
+from corral.domain.request import Placement
+from corral.errors import CorralError
+from corral.services.control import Core
+from corral.services.documents import Documents
+from corral.services.events import Caller
+from corral.services.executor import Executor
+from corral.services.lifecycle import Lifecycle
+from corral.services.sandboxes import LIVING_STATES, OPEN_EXEC, Sandboxes
+
+Json = dict[str, Any]
+MAKING = ("requested", "planning", "allocating", "provisioning", "locking", "ready")
+PAGE = 500
+EXPECTED: Json = {"modes": LimitModes().as_dict()}
+
+
+class Upkeep:
+    """See the module docstring."""
+
+    def __init__(
+        self, core: Core, lifecycle: Lifecycle, executor: Executor, sandboxes: Sandboxes, documents: Documents
+    ) -> None:
+        self._core = core
+        self._lifecycle = lifecycle
+        self._executor = executor
+        self._sandboxes = sandboxes
+        self._documents = documents
+
+    # -- take-over -------------------------------------------------------------------------------------------------------------
+    async def take_over(self) -> None:
+        """Bring what the store has open and what the node has alive together (the node has adopted its journal already).
+
+        Every open run and exec is driven on: its row says how far it came, and the node knows whether its frame arrived. A sandbox
+        whose instance is gone is lost; one whose one-shot run has ended, or whose step 10 was cut short, is destroyed.
+        """
+        core = self._core
+        runs = await core.store.open_runs()
+        views = await self._living()
+        if not (runs or views):
+            return
+        live = set(await core.node.instances())
+        wanted = {run.sandbox_id for run in runs}
+        grace_s = core.delays["takeover_client_gone_s"]
+        for view in views:
+            self._adopt_sandbox(view, live, wanted)
+        for run in runs:
+            self._executor.drive(run, grace_s)
+        for record in await core.store.open_execs():
+            if record.run_id is None:
+                self._sandboxes.drive(record, grace_s)
+            elif not _driven_by(record, runs):
+                core.spawn(self._close_exec(record), f"{record.exec_id} close")
+
+    def _adopt_sandbox(self, view: SandboxView, live: set[str], wanted: set[str | None]) -> None:
+        row, core = view.sandbox, self._core
+        here = view.instance is not None and view.instance.instance_id in live
+        if row.state in ("sanitizing", "failed", "lost"):
+            core.spawn(self._lifecycle.lost(row.sandbox_id, "interrupted"), f"{row.sandbox_id} take over", last=True)
+        elif row.one_shot and row.sandbox_id not in wanted:
+            work = self._lifecycle.destroy(row.sandbox_id, "interrupted")
+            core.spawn(work, f"{row.sandbox_id} take over", last=True)
+        elif row.state in MAKING:
+            if row.sandbox_id not in wanted:
+                work = self._lifecycle.provide(self._lifecycle.wanted_of(view))
+                core.spawn(_quietly(work), f"{row.sandbox_id} take over")
+        elif not here:
+            core.spawn(self._lifecycle.lost(row.sandbox_id, "instance_gone"), f"{row.sandbox_id} lost", last=True)
+
+    async def _close_exec(self, record: ExecRecord) -> None:
+        """An exec whose run has finished without it (it cannot have a result of its own any more)."""
+        changes = {"state": "lost", "ended_at": self._core.now_ms()}
+        try:
+            await self._core.store.update_exec(record.exec_id, expect_states=OPEN_EXEC, changes=changes)
+        except CorralError as error:
+            if error.code != "conflict":
+                raise
+        self._core.wakes.ring(record.exec_id)
+
+    async def _living(self) -> list[SandboxView]:
+        views: list[SandboxView] = []
+        after: str | None = None
+        while True:
+            page = await self._core.store.list_sandboxes(None, states=LIVING_STATES, after=after, limit=PAGE)
+            views += page
+            if len(page) < PAGE:
+                return views
+            after = page[-1].sandbox.sandbox_id
+
+    # -- loops -----------------------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """The loops that run as long as the service does."""
+        self._core.spawn(self._watch_lost(), "lost instances")
+        self._core.spawn(self._sweep(), "sweep")
+
+    async def _watch_lost(self) -> None:
+        while True:
+            await self.instance_lost(await self._core.node.lost())
+
+    async def instance_lost(self, instance_id: str) -> None:
+        """The node says that an instance has ended by itself."""
+        core = self._core
+        for instance in await core.store.list_instances(core.node.node_id, states=("warming", "warm", "bound")):
+            if instance.instance_id == instance_id and instance.sandbox_id is not None:
+                work = self._lifecycle.lost(instance.sandbox_id, "instance_gone")
+                core.spawn(work, f"{instance.sandbox_id} lost", last=True)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._core.delays["sweep_s"])
+            try:
+                await self.sweep()
+            except CorralError as error:
+                self._core.log(f"sweep: {error}")
+
+    async def sweep(self) -> None:
+        """End what has outlived its TTL, and what was attached to a client that is gone."""
+        core = self._core
+        now = core.now_ms()
+        for view in await self._living():
+            row = view.sandbox
+            if row.expires_at <= now and row.state not in ("sanitizing", "terminated"):
+                work = self._lifecycle.destroy(row.sandbox_id, "ttl", event="ttl")
+                core.spawn(work, f"{row.sandbox_id} ttl", last=True)
+        patience_s = core.delays["client_gone_s"]
+        for run in self._executor.in_flight:
+            if run.attached and run.cancel_requested is None and core.watchers.alone_s(run.run_id) >= patience_s:
+                await self._executor.cancel(Caller(run.tenant_id, run.owner), run.run_id, "client_gone")
+        for record in await core.store.open_execs():
+            alone = record.attached and record.cancel_requested is None
+            if alone and core.watchers.alone_s(record.exec_id) >= patience_s:
+                view = await self._lifecycle.view(record.sandbox_id)
+                caller = Caller(view.sandbox.tenant_id)
+                core.spawn(self._sandboxes.cancel_exec(caller, record.exec_id, "client_gone"), record.exec_id)
+
+    # -- gc and doctor ---------------------------------------------------------------------------------------------------------
+    async def gc(self) -> Json:
+        """Finish interrupted removals, then have the node remove what no live instance owns; -> counts."""
+        core = self._core
+        finished = 0
+        for view in await self._living():
+            if view.sandbox.state in ("sanitizing", "failed", "lost"):
+                ended = await self._lifecycle.lost(view.sandbox.sandbox_id, "gc")
+                finished += ended.sandbox.state == "terminated"
+        for instance in await core.store.list_instances(core.node.node_id, states=("condemned",)):
+            await self._lifecycle.remove_instance(instance.instance_id, "gc")
+        removed = await core.node.gc()
+        return {"removed": removed, "sandboxes": finished, "leftovers": await core.node.leftovers()}
+
+    async def doctor(self, *, fresh: bool = False) -> Json:
+        """The document of `corral doctor`."""
+        core = self._core
+        runtimes = await core.node.runtimes(fresh=fresh)
+        try:
+            policy = core.policy
+            choice = await self._lifecycle.choose(Placement(), policy.isolation_floor, policy.require_enforced)
+            default: str | None = choice.runtime
+            why = choice.reason
+        except CorralError as error:
+            default, why = None, error.detail
+        more = {"default_reason": why, "templates": await core.node.templates()}
+        return self._documents.doctor(runtimes, default, await core.node.host(), await core.node.leftovers(), more)
+
+
+def _driven_by(record: ExecRecord, runs: list[RunRecord]) -> bool:
+    return any(run.run_id == record.run_id for run in runs)
+
+
+async def _quietly(work: Any) -> None:
+    """A failure shows in the sandbox's state; nobody waits for this call."""
+    try:
+        await work
+    except CorralError:
+        pass
