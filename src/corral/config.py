@@ -80,7 +80,7 @@ def load(state_dir: str | None = None, environ: Mapping[str, str] | None = None)
     return Config(
         state_dir=state,
         policy=env.get("CORRAL_POLICY") or settings.get("policy") or data_file("policy/default.yaml"),
-        runners=env.get("CORRAL_RUNNERS") or settings.get("runners") or data_file("templates/runners"),
+        runners=env.get("CORRAL_RUNNERS") or settings.get("runners") or data_file("runners"),
         templates=env.get("CORRAL_TEMPLATES") or settings.get("templates") or data_file("templates"),
         subuid_range=_range(env.get("CORRAL_SUBUID_RANGE") or settings.get("subuid_range")),
         runtimes=tuple(n.strip() for n in names.split(",") if n.strip()),
