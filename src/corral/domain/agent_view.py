@@ -155,12 +155,14 @@ def _repeat(lines: list[str], at: int) -> tuple[int, int]:
             or lines[at : at + size] != lines[at + size : at + 2 * size]
         ):
             continue
-        times = 2
         block = lines[at : at + size]
+        if not any(block):
+            continue  # empty lines are cheap to show, and counting them from each one on would be quadratic
+        times = 2
         while lines[at + times * size : at + (times + 1) * size] == block:
             times += 1
         gain = size * (times - 1) - 1
-        if gain > saved and any(line for line in block):
+        if gain > saved:
             best, saved = (size, times), gain
     return best
 

@@ -81,13 +81,13 @@ class Policy:
     networks: frozenset[str] = field(default_factory=lambda: frozenset({"none"}))
 
     def smallest_class(self, cpu: float, memory_bytes: int, disk_bytes: int, pids: int) -> str | None:
-        """The class with the least memory, then CPU, that holds all of this."""
+        """The class with the least memory, then CPU, that holds all of this; of equals the first in the document."""
         fitting = [
             c
             for c in self.classes.values()
             if c.cpu >= cpu and c.memory_bytes >= memory_bytes and c.disk_bytes >= disk_bytes and c.pids >= pids
         ]
-        return min(fitting, key=lambda c: (c.memory_bytes, c.cpu, c.disk_bytes, c.name)).name if fitting else None
+        return min(fitting, key=lambda c: (c.memory_bytes, c.cpu, c.disk_bytes)).name if fitting else None
 
     @classmethod
     def from_dict(cls, doc: Any) -> Policy:
