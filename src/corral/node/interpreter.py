@@ -15,6 +15,7 @@ old one, which live sandboxes go on using.
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import os
@@ -28,7 +29,7 @@ from pathlib import Path
 
 from corral.errors import CorralError
 
-BUILDER_VERSION = 1
+BUILDER_VERSION = 2
 INSIDE = "/.corral"
 
 PYTHON_ARGV = (f"{INSIDE}/lib/ld.so", "--library-path", f"{INSIDE}/lib", f"{INSIDE}/bin/python3", "-I", "-S", "-B")
@@ -44,10 +45,6 @@ _ROOTS = (
     "encodings.utf_8, encodings.ascii, encodings.latin_1, encodings.idna, encodings.utf_16"
 )
 """What the guest may import, now or lazily; what these import comes along."""
-
-_LIST_MODULES = (
-    f"import sys, {_ROOTS}\nfor m in list(sys.modules.values()):\n f = getattr(m, '__file__', None)\n f and print(f)\n"
-)
 
 Progress = Callable[[str, float | None], None]
 
@@ -94,6 +91,18 @@ def _guest_sources() -> list[Path]:
     # Found by path, not by import: the node knows where the guest's files lie but never runs them.
     guest = Path(__file__).resolve().parent.parent / "guest"
     return sorted(p for p in guest.iterdir() if p.suffix == ".py")
+
+
+def _imports_of_guest() -> list[str]:
+    """Every standard-library module that a guest source imports anywhere, found by reading, so that none is missing inside."""
+    names: set[str] = set()
+    for source in _guest_sources():
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module)
+    return sorted(name for name in names if name.partition(".")[0] != "corral")
 
 
 def _key() -> str:
@@ -145,17 +154,10 @@ def _build(work: Path) -> None:
     shutil.copyfile(python, work / "bin" / "python3")
     (work / "bin" / "python3").chmod(0o755)
 
+    wanted = ", ".join([_ROOTS, *_imports_of_guest()])
+    list_files = f"import sys, {wanted}\nfor m in list(sys.modules.values()):\n f = getattr(m, '__file__', None)\n f and print(f)\n"
     listing = subprocess.run(
-        [
-            str(python),
-            "-I",
-            "-S",
-            "-c",
-            f"import sys, {_ROOTS}\nfor m in list(sys.modules.values()):\n f = getattr(m, '__file__', None)\n f and print(f)\n",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
+        [str(python), "-I", "-S", "-c", list_files], capture_output=True, text=True, check=True, env={}
     )
     source_root = Path(os.__file__).resolve().parent
     binaries = [python]
