@@ -204,15 +204,6 @@ class SqliteStore:
     # -- opening and closing ---------------------------------------------------------------------------------------------------
     async def open(self) -> None:
         """Make or check the tables, connect. Again: nothing. After a failure it may be tried again."""
-        with self._guard:
-            if self._usable:
-                return
-            if not self._workers:
-                self._workers.append(_Worker("store-writer", self._path, self._clock, self._writes, "BEGIN IMMEDIATE"))
-                for number in range(READERS):
-                    self._workers.append(
-                        _Worker(f"store-reader-{number}", self._path, self._clock, self._reads, "BEGIN")
-                    )
         proposal = self._new_id("org") if self._new_id is not None else secrets.token_hex(16)
 
         def prepare(worker: _Worker) -> str:
@@ -227,8 +218,18 @@ class SqliteStore:
                 ) from error
             return worker.transact(lambda tx: transactions.installation_id(tx, proposal))
 
+        with self._guard:
+            if self._usable:
+                return
+            if not self._workers:
+                self._workers.append(_Worker("store-writer", self._path, self._clock, self._writes, "BEGIN IMMEDIATE"))
+                for number in range(READERS):
+                    self._workers.append(
+                        _Worker(f"store-reader-{number}", self._path, self._clock, self._reads, "BEGIN")
+                    )
+            prepared = self._hop(self._writes, prepare)
         try:
-            self._installation = await self._hop(self._writes, prepare)
+            self._installation = await prepared
         except BaseException:
             self._stop()
             raise
