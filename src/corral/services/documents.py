@@ -6,6 +6,7 @@ A stored result holds stream *facts* under `stdout` and `stderr` (produced, head
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -42,9 +43,7 @@ def stored_limits(limits: Limits, modes: LimitModes) -> Json:
 def read_limits(stored: Mapping[str, Any]) -> tuple[Limits, LimitModes]:
     """The inverse of `stored_limits`."""
     modes = LimitModes.from_dict(stored.get("modes", {}))
-    return Limits.from_dict(stored["values"]), LimitModes(
-        **modes.as_dict(), overshoot=dict(stored.get("overshoot", {}))
-    )
+    return Limits.from_dict(stored["values"]), replace(modes, overshoot=dict(stored.get("overshoot", {})))
 
 
 class Documents:

@@ -28,7 +28,6 @@ from corral.services.documents import read_limits
 from corral.services.events import Caller, StreamEvent
 from corral.services.execs import (
     Execs,
-    Outcome,
     Stopwatch,
     artifact_named,
     environment,
@@ -180,7 +179,8 @@ class Executor:
         with core.watchers.watching(run_id):
             run = await self._until(caller, run_id, lambda r: r.exec_id is not None or r.state == "finished")
             if run.exec_id is not None:
-                yield StreamEvent("started", cursor, doc={"run_id": run_id, "exec_id": run.exec_id})
+                if cursor is None:
+                    yield StreamEvent("started", None, doc={"run_id": run_id, "exec_id": run.exec_id})
                 async for event in self._execs.stream(run.exec_id, cursor):
                     yield event
             run = await self._until(caller, run_id, lambda r: r.state == "finished")
@@ -306,37 +306,25 @@ class Executor:
         )
 
         # 5: the sandbox, with the lease; 6: its files
-        view = await self._race(flight, self._lifecycle.provide(wanted))
-        watch.switch("preparing")
-        run = await self._update(
-            flight, {"lease_version": fence_of(view).token, "incarnation": view.sandbox.incarnation}
-        )
-        steps = self._steps(request)
         rows = {str(r.spec.get("step")): r for r in await self._rows(run)}
-        if "program" not in rows and "compile" not in rows:
+        if rows:  # an earlier process came that far: the execs say what happened, even if the sandbox is gone by now
+            view = await self._lifecycle.view(run.sandbox_id)
+        else:
+            view = await self._race(flight, self._lifecycle.provide(wanted))
+        watch.switch("preparing")
+        if not rows:
+            fence = fence_of(view)
+            run = await self._update(flight, {"lease_version": fence.token, "incarnation": fence.incarnation})
             await self._race(flight, self._put_files(view, request))
 
         # 7, 8: the compiler, if there is one, and the program
-        url = f"/v1/runs/{run.run_id}/artifacts/"
-        for step, argv, env in steps:
-            last = step == "program"
-            outcome, record = await self._step(flight, request, view, step, argv, env, rows.get(step), watch)
-            if last or outcome.verdict.reason != "ok":
-                hint = None
-                if not last and outcome.verdict.reason == "nonzero_exit":
-                    runner = self._runner(request)
-                    assert runner is not None
-                    hint = compile_hint(runner, outcome.verdict.hint)
-                await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
-                core.wakes.ring(run.run_id)
-                result = outcome.document(limits, wanted.modes, watch.timings(), url, hint)
-                await self._lifecycle.exec_ended(record, outcome, result)
-                return result
-            await self._lifecycle.exec_ended(
-                record, outcome, outcome.document(limits, wanted.modes, watch.timings(), url)
-            )
+        result: Json = {}
+        for step, argv, env in self._steps(request):
+            result = await self._step(flight, request, view, step, argv, env, rows.get(step), watch)
+            if result["reason"] != "ok":
+                break
             watch.switch("preparing")
-        raise AssertionError("a run has a program")
+        return result
 
     async def _plan(self, flight: _Flight, request: RunRequest) -> RunRecord:
         run = flight.run
@@ -408,10 +396,15 @@ class Executor:
         env: dict[str, str],
         record: ExecRecord | None,
         watch: Stopwatch,
-    ) -> tuple[Outcome, ExecRecord]:
-        """One exec of the run: row first, then the frame."""
+    ) -> Json:
+        """One exec of the run, row first, then the frame; -> its result, which is the run's if it is the last one."""
         core, run = self._core, flight.run
         assert flight.limits is not None
+        modes = flight.modes or LimitModes()
+        if record is not None and record.result is not None:
+            if step == "program" or record.result["reason"] != "ok":
+                await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
+            return record.result
         if record is None:
             self._check(flight)
             record = ExecRecord(
@@ -445,15 +438,26 @@ class Executor:
         faults.point("run.exec.before")
         outcome = await self._execs.supervise(
             record,
-            instance_of(view),
+            view.instance.instance_id if view.instance is not None else "",
             spec,
-            flight.modes or LimitModes(),
+            modes,
             outputs=request.outputs if step == "program" else None,
             into=os.path.join(core.artifacts, run.run_id),
             watch=watch,
         )
         faults.point("run.exec.after")
-        return outcome, record
+        hint = None
+        if step == "compile" and outcome.verdict.reason == "nonzero_exit":
+            runner = self._runner(request)
+            assert runner is not None
+            hint = compile_hint(runner, outcome.verdict.hint)
+        url = f"/v1/runs/{run.run_id}/artifacts/"
+        result = outcome.document(flight.limits, modes, watch.timings(), url, hint)
+        if step == "program" or result["reason"] != "ok":
+            await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
+            core.wakes.ring(run.run_id)
+        await self._lifecycle.exec_ended(record, outcome, result)
+        return result
 
     async def _finish(self, flight: _Flight, result: Json) -> None:
         """Step 9."""

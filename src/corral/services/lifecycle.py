@@ -47,6 +47,7 @@ EFFECTS = frozenset(
 SYSTEM_TTL_MS = 3_600_000
 ATTEMPTS = 2
 RETRIES = 8
+ENDING = ("sanitizing", "terminated", "lost")
 DESTROY_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 MARGIN_S = 60.0
 """How much later than its TTL an instance ends itself, if nobody does."""
@@ -300,10 +301,8 @@ class Lifecycle:
                         # Not awaited: the destruction waits for this very task to end.
                         self._core.spawn(self.destroy(wanted.sandbox_id, "failed"), "failed", last=True)
                         raise CorralError("infra_error", str(why))
-                    case "lost":
-                        raise CorralError("sandbox_lost", "the sandbox ended before it was ready")
                     case _:
-                        raise CorralError("sandbox_deleted", "the sandbox was deleted before it was ready")
+                        raise gone(view)
             except CorralError as error:
                 if error.code != "conflict":
                     raise
@@ -398,7 +397,16 @@ class Lifecycle:
         self, record: ExecRecord, fence: Fence, idempotency: Idempotency | None = None, tenant_id: str = "default"
     ) -> ExecRecord:
         """The exec's row as `starting`, and its sandbox `running`. An exec that an earlier call made under the key is returned."""
-        made, fresh = await self._core.store.create_exec(record, fence, idempotency=idempotency, tenant_id=tenant_id)
+        store = self._core.store
+        try:
+            made, fresh = await store.create_exec(record, fence, idempotency=idempotency, tenant_id=tenant_id)
+        except CorralError as error:
+            if error.code != "lease_lost":
+                raise
+            view = await self.view(record.sandbox_id)
+            if view.sandbox.state in ENDING:
+                raise gone(view) from error
+            raise
         if not fresh:
             return made
         try:
@@ -406,10 +414,9 @@ class Lifecycle:
         except CorralError as error:
             if error.code != "illegal_transition":
                 raise
-            gone = {"state": "never_started", "ended_at": self._core.now_ms()}
-            await self._core.store.update_exec(made.exec_id, expect_states=("starting",), changes=gone)
-            code = "sandbox_lost" if error.facts.get("state") == "lost" else "sandbox_deleted"
-            raise CorralError(code, f"the sandbox is {error.facts.get('state')}") from error
+            changes = {"state": "never_started", "ended_at": self._core.now_ms()}
+            await store.update_exec(made.exec_id, expect_states=("starting",), changes=changes)
+            raise gone(await self.view(record.sandbox_id)) from error
         return made
 
     async def running(self, record: ExecRecord) -> SandboxView:
@@ -435,7 +442,6 @@ class Lifecycle:
         except CorralError as error:
             if error.code != "conflict":
                 raise
-        core.wakes.ring(record.exec_id)
         reason = outcome.verdict.reason
         await self.done(record.sandbox_id, ("start_exec",), {"ok": True, "reason": reason}, exec_id=record.exec_id)
 
@@ -449,6 +455,7 @@ class Lifecycle:
             return await self.fire(view, "exec_ended", ["others_run"] if others else [], metadata=metadata)
 
         view = await self.retrying(record.sandbox_id, attempt)
+        core.wakes.ring(record.exec_id)  # whoever is told of the end sees the sandbox as it is after it
         if view.sandbox.state == "sanitizing" and not outcome.facts.killed_all:
             core.spawn(self.destroy(record.sandbox_id, "unkillable"), f"{record.sandbox_id} unkillable", last=True)
         if outcome.facts.guest_lost and not outcome.facts.sandbox_lost and outcome.facts.ended_by is None:
@@ -534,6 +541,17 @@ class Lifecycle:
             if error.code not in ("conflict", "not_found"):
                 raise
         return True
+
+
+def gone(view: SandboxView) -> CorralError:
+    """Why a sandbox that is ending or has ended cannot be used."""
+    row = view.sandbox
+    lost = row.state == "lost" or row.failure == "sandbox_lost"
+    return CorralError(
+        "sandbox_lost" if lost else "sandbox_deleted",
+        f"the sandbox {row.sandbox_id} " + ("is lost" if lost else "was deleted"),
+        hint="create a new one",
+    )
 
 
 def _final(facts: ExecFacts, started: bool | None) -> str:

@@ -25,7 +25,7 @@ from corral.services.documents import read_limits
 from corral.services.events import Caller, StreamEvent
 from corral.services.execs import Execs, Stopwatch, artifact_named, environment, fence_of, file_blocks, instance_of
 from corral.services.executor import ended_document
-from corral.services.lifecycle import Lifecycle, Wanted
+from corral.services.lifecycle import ENDING, Lifecycle, Wanted, gone
 
 Json = dict[str, Any]
 ALIVE = ("leased", "running")
@@ -123,15 +123,8 @@ class Sandboxes:
         """The sandbox, with the caller's lease renewed; else why it cannot be used."""
         view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
         row = view.sandbox
-        if row.state in ("sanitizing", "terminated"):
-            lost = row.failure == "sandbox_lost"
-            raise CorralError(
-                "sandbox_lost" if lost else "sandbox_deleted",
-                f"the sandbox {sandbox_id} " + ("is lost" if lost else "was deleted"),
-                hint="create a new one",
-            )
-        if row.state == "lost":
-            raise CorralError("sandbox_lost", f"the sandbox {sandbox_id} is lost", hint="create a new one")
+        if row.state in ENDING:
+            raise gone(view)
         if row.state not in ALIVE:
             raise CorralError("conflict", f"the sandbox {sandbox_id} is {row.state}", hint="try again in a moment")
         fence = fence_of(view)
@@ -272,7 +265,8 @@ class Sandboxes:
                     await woken.wait()
                     woken.clear()
             if record.state != "never_started":
-                yield StreamEvent("started", cursor, doc={"exec_id": exec_id, "sandbox_id": record.sandbox_id})
+                if cursor is None:
+                    yield StreamEvent("started", None, doc={"exec_id": exec_id, "sandbox_id": record.sandbox_id})
                 async for event in self._execs.stream(exec_id, cursor):
                     yield event
             while (record := await self.wait_exec(caller, exec_id, 3600.0)).state in OPEN_EXEC:

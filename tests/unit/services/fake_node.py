@@ -1,0 +1,238 @@
+"""A node in memory: execs are little scripts of this test suite, instances are names. No process is ever started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from corral.domain.facts import ExecFacts, StartFailure, StreamFacts, Usage
+from corral.domain.fence import Fence
+from corral.domain.limits import LimitModes
+from corral.errors import CorralError
+from corral.ports.node import Chunk, Collected, CreateInstance, ExecSpec, Gap, HostFacts, InstanceReport
+from corral.ports.runtime import Evidence, RuntimeInfo, Stats
+
+MODES = LimitModes(
+    memory="enforced",
+    cpu="enforced",
+    pids="enforced",
+    disk="enforced",
+    inodes="enforced",
+    tmp="enforced",
+)
+
+
+@dataclass
+class FakeExec:
+    """argv: `print TEXT…`, `sleep` (until ended), `exit N`, `missing`, `die` (the sandbox is lost)."""
+
+    spec: ExecSpec
+    instance_id: str
+    out: list[Chunk] = field(default_factory=list)
+    facts: ExecFacts | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def emit(self, data: bytes) -> None:
+        offset = sum(len(c.data) for c in self.out)
+        self.out.append(Chunk("stdout", offset, data, len(self.out), str(len(self.out) + 1)))
+        self.ring()
+
+    def end(self, facts: ExecFacts) -> None:
+        size = sum(len(c.data) for c in self.out)
+        if self.facts is None:
+            self.facts = replace(facts, stdout=StreamFacts(size, size, 0), usage=Usage(), running_ms=3)
+        self.ring()
+
+    def ring(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class FakeNode:
+    """Survives the services above it, like a node whose sandboxes outlive a control plane."""
+
+    node_id = "local"
+
+    def __init__(self) -> None:
+        self.live: dict[str, CreateInstance] = {}
+        self.floors: dict[str, Fence] = {}
+        self.execs: dict[str, FakeExec] = {}
+        self.starts: list[str] = []
+        self.creates: list[str] = []
+        self.destroyed: list[tuple[str, str]] = []
+        self.files: dict[str, list[tuple[str, int, bytes]]] = {}
+        self.gone: asyncio.Queue[str] = asyncio.Queue()
+        self.create_gate: asyncio.Event | None = None
+        self.start_gate: asyncio.Event | None = None
+        self.destroy_gate: asyncio.Event | None = None
+        self.create_error: CorralError | None = None
+        self.usable = True
+
+    async def open(self, progress: Any = None) -> None: ...
+    async def close(self) -> None: ...
+
+    async def runtimes(self, *, fresh: bool = False) -> list[RuntimeInfo]:
+        reason = None if self.usable else "switched off"
+        return [RuntimeInfo("bubblewrap", self.usable, reason, 1, "0.11", {"two_uids": True}, MODES, 5.0)]
+
+    async def host(self) -> HostFacts:
+        return HostFacts("hybrid", "root", 8 << 30, 2)
+
+    async def templates(self) -> list[dict[str, Any]]:
+        languages = ["python", "bash", "javascript", "c"]
+        return [{"name": "host", "digest": "sha256:0", "available": True, "reason": None, "languages": languages}]
+
+    async def ensure_template(self, template: str, progress: Any = None) -> str:
+        return "sha256:" + "0" * 64
+
+    async def create(self, request: CreateInstance, progress: Any = None) -> InstanceReport:
+        self.creates.append(request.instance_id)
+        if self.create_gate is not None:
+            await self.create_gate.wait()
+        if self.create_error is not None:
+            raise self.create_error
+        self.live[request.instance_id] = request
+        return InstanceReport(request.instance_id, {"fake": True}, "sha256:" + "0" * 64, 1, {"create": 1.0})
+
+    def _check(self, instance_id: str, fence: Fence) -> None:
+        if instance_id not in self.live:
+            raise CorralError("not_found", f"no instance {instance_id}")
+        if fence < self.floors.get(instance_id, fence):
+            raise CorralError("lease_lost", "an older fence")
+
+    async def fence(self, instance_id: str, fence: Fence, mode: Literal["kill", "adopt"]) -> None:
+        self._check(instance_id, fence)
+        self.floors[instance_id] = fence
+
+    async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
+        self._check(instance_id, fence)
+
+    async def put_files(self, instance_id: str, fence: Fence, files: Sequence[tuple[str, int, bytes]]) -> None:
+        self._check(instance_id, fence)
+        self.files.setdefault(instance_id, []).extend(files)
+
+    async def put_tar(
+        self, instance_id: str, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str = "sandbox"
+    ) -> None:
+        self._check(instance_id, fence)
+        self.files.setdefault(instance_id, []).append((dest, 0, b"".join([b async for b in tar])))
+
+    async def get_tar(self, instance_id: str, path: str, user: str = "sandbox") -> AsyncIterator[bytes]:
+        if path == "/workspace/missing":
+            raise CorralError("not_found", f"no {path}")
+        yield b"tar of " + path.encode()
+
+    async def start_exec(self, instance_id: str, fence: Fence, spec: ExecSpec) -> None:
+        self._check(instance_id, fence)
+        if self.start_gate is not None:
+            await self.start_gate.wait()
+        if spec.exec_id in self.execs:
+            return
+        self.starts.append(spec.exec_id)
+        made = self.execs[spec.exec_id] = FakeExec(spec, instance_id)
+        match spec.argv:
+            case ("print", *words):
+                made.emit(" ".join(words).encode("utf-8", "surrogateescape"))
+                made.end(ExecFacts(True, 0))
+            case ("exit", code):
+                made.end(ExecFacts(True, int(code)))
+            case ("missing",):
+                made.end(ExecFacts(False, start_failure=StartFailure("argv", "ENOENT", "missing")))
+            case ("nocwd",):
+                made.end(ExecFacts(False, start_failure=StartFailure("cwd", "ENOENT", "/nope")))
+            case ("die",):
+                self.lose(instance_id)
+            case _:
+                pass
+
+    def lose(self, instance_id: str) -> None:
+        """The instance ends by itself."""
+        self.live.pop(instance_id, None)
+        for each in self.execs.values():
+            if each.instance_id == instance_id:
+                each.end(ExecFacts(True, sandbox_lost=True))
+        self.gone.put_nowait(instance_id)
+
+    def _exec(self, exec_id: str) -> FakeExec:
+        if exec_id not in self.execs:
+            raise CorralError("not_found", f"no exec {exec_id}")
+        return self.execs[exec_id]
+
+    async def stream_exec(self, exec_id: str, cursor: str | None = None) -> AsyncIterator[Chunk | Gap]:
+        made = self._exec(exec_id)
+        at = int(cursor or 0)
+        if at < 0:
+            raise CorralError("cursor_gone", "gone", bytes=1)
+        while True:
+            changed = made.changed
+            while at < len(made.out):
+                yield made.out[at]
+                at += 1
+            if made.facts is not None:
+                return
+            await changed.wait()
+
+    async def wait_exec(self, exec_id: str) -> ExecFacts:
+        made = self._exec(exec_id)
+        while made.facts is None:
+            await made.changed.wait()
+        return made.facts
+
+    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool) -> None:
+        self._exec(exec_id).emit(data)
+
+    async def signal_exec(self, exec_id: str, signal: int) -> None:
+        self._exec(exec_id).end(ExecFacts(True, signal=signal))
+
+    async def resize_exec(self, exec_id: str, rows: int, cols: int) -> None:
+        self._exec(exec_id)
+
+    async def end_exec(self, exec_id: str, ended_by: str) -> None:
+        self._exec(exec_id).end(ExecFacts(True, signal=9, ended_by=ended_by))  # type: ignore[arg-type]
+
+    async def read_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> tuple[bytes, bytes]:
+        return b"".join(c.data for c in self._exec(exec_id).out if c.stream == stream), b""
+
+    async def raw_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> AsyncIterator[bytes]:
+        yield (await self.read_output(exec_id, stream))[0]
+
+    async def timeline(self, exec_id: str) -> list[dict[str, Any]]:
+        return [
+            {"t_ms": c.t_ms, "stream": c.stream, "offset": c.offset, "bytes": len(c.data)}
+            for c in self._exec(exec_id).out
+        ]
+
+    async def forget_exec(self, exec_id: str) -> None:
+        self.execs.pop(exec_id, None)
+
+    async def mark(self, instance_id: str) -> None: ...
+
+    async def collect(self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None) -> Collected:
+        return Collected((), False, ())
+
+    async def stats(self, instance_id: str) -> Stats:
+        return Stats()
+
+    async def destroy(self, instance_id: str, reason: str) -> Evidence:
+        if self.destroy_gate is not None:
+            await self.destroy_gate.wait()
+        if self.live.pop(instance_id, None) is not None:
+            self.destroyed.append((instance_id, reason))
+        for each in self.execs.values():
+            if each.instance_id == instance_id:
+                each.end(ExecFacts(True, sandbox_lost=True))
+        return Evidence(True)
+
+    async def lost(self) -> str:
+        return await self.gone.get()
+
+    async def instances(self) -> list[str]:
+        return list(self.live)
+
+    async def leftovers(self) -> list[dict[str, Any]]:
+        return []
+
+    async def gc(self) -> dict[str, int]:
+        return {"process": 0, "failed": 0}

@@ -1,0 +1,244 @@
+"""Runs from submission to settled, over a node in memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+PRINT = {"command": ["print", "你好", "42"]}
+SLEEP = {"command": ["sleep"]}
+
+
+async def test_a_run_answers_the_whole_contract(world, until):
+    reply = await world.call("POST", "/v1/runs", PRINT)
+    assert reply.status == 200, reply.document
+    run = reply.document
+    assert run["state"] == "finished"
+    assert run["id"].startswith("run_") and run["sandbox_id"].startswith("sbx_")
+    result = run["result"]
+    assert (
+        result["reason"] == "ok" and result["hint"] is None and result["exit_code"] == 0 and result["started"] is True
+    )
+    assert result["stdout"]["text"] == "你好 42" and result["stdout"]["base64"] is None
+    assert result["stdout"]["bytes"] == result["stdout"]["kept_bytes"] == len("你好 42".encode())
+    assert result["stderr"]["bytes"] == 0
+    names = ("queued", "planning", "acquiring", "preparing", "running", "collecting", "total")
+    assert set(result["timings"]) == {f"{n}_ms" for n in names}
+    assert all(isinstance(v, int) for v in result["timings"].values())
+    decisions = run["decisions"]
+    assert decisions["placement"]["runtime"] == "bubblewrap" and decisions["placement"]["template_digest"]
+    assert decisions["guard"]["limits"]["memory"] == 512 << 20
+    for name in ("plan", "guard", "reuse", "placement"):
+        assert decisions[name]["verdict"] and decisions[name]["reason"]
+    await until(lambda: not world.node.live)
+    view = await world.store.get_sandbox(run["sandbox_id"], "default")
+    await until(lambda: _state(world, run["sandbox_id"], "terminated"))
+    assert view is not None
+    assert await world.store.open_commands(run["sandbox_id"]) == []
+
+
+async def _state(world, sandbox_id, state):
+    view = await world.store.get_sandbox(sandbox_id, None)
+    return view is not None and view.sandbox.state == state
+
+
+async def test_no_output_bytes_are_in_the_store(world):
+    reply = await world.call("POST", "/v1/runs", PRINT)
+    row = await world.store.get_run(reply.document["id"], "default")
+    assert row.result["stdout"] == {"produced": 9, "head": 9, "tail": 0}
+
+
+async def test_output_none_leaves_the_bytes_out(world):
+    reply = await world.call("POST", "/v1/runs", PRINT, output="none")
+    assert reply.document["result"]["stdout"]["text"] is None
+    assert reply.document["result"]["stdout"]["bytes"] == 9
+
+
+async def test_the_agent_view_is_a_string(world):
+    reply = await world.call("POST", "/v1/runs", PRINT, view="agent", output="none")
+    assert "你好 42" in reply.document["agent_view"]
+    assert reply.document["result"]["stdout"]["text"] is None
+
+
+async def test_what_policy_refuses_is_a_finished_run(world):
+    reply = await world.call("POST", "/v1/runs", {**PRINT, "timeout_s": 100_000})
+    assert reply.status == 200
+    run = reply.document
+    assert run["result"]["reason"] == "policy_denied" and run["result"]["started"] is False
+    assert run["result"]["exit_code"] is None and "3600" in run["result"]["hint"]
+    assert run["decisions"]["guard"]["limits"]["wall"] == 100_000
+    assert run["decisions"]["placement"]["runtime"] is None
+    assert world.node.creates == []
+
+
+async def test_a_bad_value_makes_no_run(world):
+    reply = await world.call("POST", "/v1/runs", {**PRINT, "memory": "-1"})
+    assert reply.status == 422 and reply.document["field"] == "/memory"
+    reply = await world.call("POST", "/v1/runs", {**PRINT, "runtime": "runsc"})
+    assert reply.status == 422 and reply.document["code"] == "not_supported_yet"
+    reply = await world.call("POST", "/v1/runs", {"code": "x", "language": "rust"})
+    assert reply.status == 422 and reply.document["code"] == "not_supported_yet"
+    assert (await world.call("GET", "/v1/runs")).document["items"] == []
+
+
+async def test_a_program_that_is_missing_is_127(world):
+    reply = await world.call("POST", "/v1/runs", {"command": ["missing"]})
+    result = reply.document["result"]
+    assert (result["reason"], result["exit_code"], result["started"]) == ("nonzero_exit", 127, False)
+
+
+async def test_a_run_whose_cwd_is_missing_says_so(world):
+    result = (await world.call("POST", "/v1/runs", {"command": ["nocwd"], "cwd": "/nope"})).document["result"]
+    assert result["reason"] == "cwd_not_found" and result["started"] is False
+
+
+async def test_code_lies_in_the_workspace_and_is_started_by_its_runner(world):
+    reply = await world.call("POST", "/v1/runs", {"code": "print(1)", "language": "python", "code_path": "sub/x.py"})
+    assert reply.document["result"]["stdout"]["text"] == "ran /workspace/sub/x.py"
+    [files] = world.node.files.values()
+    assert files == [("sub/x.py", 0o644, b"print(1)")]
+
+
+async def test_a_failing_compiler_is_the_result(world):
+    result = (await world.call("POST", "/v1/runs", {"code": "x", "language": "c"})).document["result"]
+    assert result["reason"] == "nonzero_exit" and result["exit_code"] == 1 and "compile" in result["hint"]
+    assert len(world.node.starts) == 1
+
+
+async def test_a_compiler_that_works_is_followed_by_the_program(world):
+    reply = await world.call("POST", "/v1/runs", {"code": "x", "language": "javascript"})
+    assert reply.document["result"]["stdout"]["text"] == "program"
+    assert len(world.node.starts) == 2
+
+
+async def test_a_lost_sandbox_is_never_a_success(world, until):
+    run = (await world.call("POST", "/v1/runs", {"command": ["die"]})).document
+    assert run["result"]["reason"] == "sandbox_lost" and run["result"]["exit_code"] is None
+    await until(lambda: _state(world, run["sandbox_id"], "terminated"))
+
+
+async def test_the_same_key_is_the_same_run_and_another_body_is_refused(world):
+    calls = [world.call("POST", "/v1/runs", PRINT, h_idempotency_key="k") for _ in range(20)]
+    replies = await asyncio.gather(*calls)
+    assert len({r.document["id"] for r in replies}) == 1
+    assert len(world.node.creates) == 1 and len(world.node.starts) == 1
+    other = await world.call("POST", "/v1/runs", SLEEP, h_idempotency_key="k")
+    assert other.status == 409 and other.document["code"] == "idempotency_conflict"
+
+
+async def test_wait_ends_before_the_run_does(world):
+    reply = await world.call("POST", "/v1/runs", SLEEP, wait=0.05)
+    assert reply.status == 202 and reply.headers["Location"] == f"/v1/runs/{reply.document['id']}"
+    assert reply.document["result"] is None
+    reply = await world.call("POST", f"/v1/runs/{reply.document['id']}/cancel")
+    assert reply.document["result"]["reason"] == "cancelled"
+
+
+async def test_cancel_while_running_is_cancelled_with_what_was_there(world, until):
+    run = (await world.call("POST", "/v1/runs", SLEEP, wait=0)).document
+    await until(lambda: world.node.starts)
+    world.node.execs[world.node.starts[0]].emit(b"partial")
+    reply = await world.call("POST", f"/v1/runs/{run['id']}/cancel")
+    result = reply.document["result"]
+    assert result["reason"] == "cancelled" and result["stdout"]["text"] == "partial" and result["started"] is True
+    again = await world.call("POST", f"/v1/runs/{run['id']}/cancel")
+    assert again.document["result"]["reason"] == "cancelled"
+
+
+async def test_cancel_while_the_sandbox_is_made_answers_at_once_and_leaves_nothing(world, until):
+    world.node.create_gate = asyncio.Event()
+    run = (await world.call("POST", "/v1/runs", SLEEP, wait=0)).document
+    await until(lambda: world.node.creates)
+    reply = await world.call("POST", f"/v1/runs/{run['id']}/cancel")
+    assert reply.document["result"]["reason"] == "cancelled" and reply.document["result"]["started"] is False
+    world.node.create_gate.set()
+    sandbox_id = (await world.call("GET", f"/v1/runs/{run['id']}")).document["sandbox_id"]
+    await until(lambda: _state(world, sandbox_id, "terminated"))
+    assert not world.node.live and not world.node.starts
+
+
+async def test_cancel_between_frame_and_answer_still_kills(world, until):
+    world.node.start_gate = asyncio.Event()
+    run = (await world.call("POST", "/v1/runs", SLEEP, wait=0)).document
+    await until(lambda: _state(world, _sandbox(world, run), "running"))
+    cancel = asyncio.create_task(world.call("POST", f"/v1/runs/{run['id']}/cancel"))
+    await asyncio.sleep(0.02)
+    world.node.start_gate.set()
+    assert (await cancel).document["result"]["reason"] == "cancelled"
+
+
+def _sandbox(world, run):
+    return next(iter(world.node.live.values())).sandbox_id if world.node.live else "sbx_none"
+
+
+async def test_an_attached_run_ends_when_its_client_is_gone(world, until):
+    run = (await world.call("POST", "/v1/runs", {**SLEEP, "attached": True}, wait=0)).document
+    reply = await world.call("GET", f"/v1/runs/{run['id']}/stream")
+    first = await anext(reply.events)
+    assert first.kind == "started"
+    await asyncio.sleep(0.5)
+    assert (await world.call("GET", f"/v1/runs/{run['id']}")).document["state"] == "running"
+    await reply.events.aclose()
+
+    async def finished():
+        return (await world.call("GET", f"/v1/runs/{run['id']}")).document["state"] == "finished"
+
+    await until(finished)
+    assert (await world.call("GET", f"/v1/runs/{run['id']}")).document["result"]["reason"] == "cancelled"
+
+
+async def test_a_run_that_is_not_attached_outlives_its_client(world):
+    run = (await world.call("POST", "/v1/runs", SLEEP, wait=0)).document
+    await asyncio.sleep(0.5)
+    assert (await world.call("GET", f"/v1/runs/{run['id']}")).document["state"] == "running"
+
+
+async def test_the_stream_has_started_output_and_ended_in_order(world):
+    run = (await world.call("POST", "/v1/runs", PRINT, wait=0)).document
+    reply = await world.call("GET", f"/v1/runs/{run['id']}/stream")
+    events = [event async for event in reply.events]
+    assert [e.kind for e in events] == ["started", "stdout", "ended"]
+    assert events[1].data == "你好 42".encode()
+    assert events[2].doc["result"]["reason"] == "ok"
+    resumed = await world.call("GET", f"/v1/runs/{run['id']}/stream", cursor=events[1].cursor)
+    assert [e.kind async for e in resumed.events] == ["ended"]
+
+
+async def test_the_stream_of_a_refused_run_ends(world):
+    run = (await world.call("POST", "/v1/runs", {**PRINT, "memory": "6G", "tmp": "6G"})).document
+    reply = await world.call("GET", f"/v1/runs/{run['id']}/stream")
+    [event] = [event async for event in reply.events]
+    assert event.kind == "ended" and event.doc["result"]["reason"] == "policy_denied"
+
+
+async def test_keep_leaves_the_sandbox_leased(world):
+    run = (await world.call("POST", "/v1/runs", {**PRINT, "keep": True})).document
+    sandbox = (await world.call("GET", f"/v1/sandboxes/{run['sandbox_id']}")).document
+    assert sandbox["state"] == "leased" and run["lease_version"] == sandbox["lease_version"] == 1
+    done = await world.call("POST", f"/v1/sandboxes/{run['sandbox_id']}/execs", {"argv": ["print", "x"]})
+    assert done.document["result"]["stdout"]["text"] == "x"
+
+
+async def test_an_instance_that_cannot_be_made_is_infra_error(world, until):
+    from corral.errors import CorralError
+
+    world.node.create_error = CorralError("infra_error", "no luck")
+    run = (await world.call("POST", "/v1/runs", PRINT)).document
+    assert run["result"]["reason"] == "infra_error" and run["result"]["started"] is False
+    assert "no luck" in run["result"]["hint"]
+    assert len(world.node.creates) == 2
+    await until(lambda: _state(world, run["sandbox_id"], "terminated"))
+
+
+async def test_unknown_ids_are_not_found(world):
+    for method, path in (
+        ("GET", "/v1/runs/run_x"),
+        ("POST", "/v1/runs/run_x/cancel"),
+        ("GET", "/v1/runs/run_x/stream"),
+        ("GET", "/v1/runs/run_x/artifacts/a/b"),
+        ("GET", "/v1/sandboxes/sbx_x"),
+        ("DELETE", "/v1/sandboxes/sbx_x"),
+        ("GET", "/v1/execs/exe_x"),
+        ("GET", "/nowhere"),
+    ):
+        reply = await world.call(method, path)
+        assert (reply.status, reply.document["code"]) == (404, "not_found"), path

@@ -1,0 +1,249 @@
+"""Kept sandboxes: create, exec, delete, expiry, loss; over a node in memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+OPEN = ("starting", "running")
+
+
+async def make(world, **document):
+    reply = await world.call("POST", "/v1/sandboxes", document)
+    assert reply.status == 201, reply.document
+    return reply.document
+
+
+async def state_of(world, sandbox_id):
+    return (await world.call("GET", f"/v1/sandboxes/{sandbox_id}")).document["state"]
+
+
+async def run(world, sandbox_id, *argv, **more):
+    query = more.pop("query", {})
+    return await world.call("POST", f"/v1/sandboxes/{sandbox_id}/execs", {"argv": list(argv), **more}, **query)
+
+
+async def test_a_sandbox_document_is_the_contracts(world):
+    made = await make(world, memory="256M", ttl_s=100)
+    wanted = (
+        "id state runtime template template_digest resource_class limits lease_version incarnation session created_at "
+        "expires_at conditions tainted"
+    )
+    assert set(wanted.split()) <= set(made)
+    assert made["state"] == "leased" and made["lease_version"] == 1 and made["incarnation"] == 1
+    assert made["limits"]["memory"]["value"] == 256 << 20 and made["limits"]["memory"]["mode"] == "enforced"
+    listed = (await world.call("GET", "/v1/sandboxes")).document
+    assert [item["id"] for item in listed["items"]] == [made["id"]] and listed["next"] is None
+    seen = (await world.call("GET", f"/v1/sandboxes/{made['id']}")).document
+    assert seen["instance"]["state"] == "bound"
+    states = [event["new_state"] for event in seen["history"]]
+    assert states[0] == "requested" and states[-1] == "leased"
+
+
+async def test_pages_of_sandboxes_follow_each_other(world):
+    made = {(await make(world))["id"] for _ in range(5)}
+    seen, after = set(), {}
+    for _ in range(3):
+        page = (await world.call("GET", "/v1/sandboxes", limit=2, **after)).document
+        seen |= {item["id"] for item in page["items"]}
+        after = {"after": page["next"]}
+    assert seen == made and after == {"after": None}
+
+
+async def test_execs_answer_with_lease_and_incarnation(world):
+    made = await make(world)
+    done = (await run(world, made["id"], "print", "x")).document
+    assert done["id"].startswith("exe_") and done["sandbox_id"] == made["id"]
+    assert (done["lease_version"], done["incarnation"]) == (1, 1)
+    assert done["result"]["reason"] == "ok" and done["result"]["stdout"]["text"] == "x"
+    assert await state_of(world, made["id"]) == "leased"
+    assert await world.store.open_commands(made["id"]) == []
+
+
+async def test_eight_execs_at_once_all_end_right(world):
+    made = await make(world)
+    replies = await asyncio.gather(*(run(world, made["id"], "print", str(n)) for n in range(8)))
+    assert [r.document["result"]["stdout"]["text"] for r in replies] == [str(n) for n in range(8)]
+    assert await state_of(world, made["id"]) == "leased"
+
+
+async def test_a_missing_cwd_is_an_error_of_the_call(world):
+    made = await make(world)
+    reply = await run(world, made["id"], "nocwd")
+    assert reply.status == 422 and reply.document["code"] == "cwd_not_found"
+
+
+async def test_root_is_refused(world):
+    made = await make(world)
+    reply = await run(world, made["id"], "print", user="root")
+    assert reply.status == 403 and reply.document["code"] == "user_refused"
+
+
+async def test_an_old_lease_is_refused(world):
+    made = await make(world)
+    assert (await run(world, made["id"], "print", "x", query={"h_corral_lease": "1.1"})).status == 200
+    reply = await run(world, made["id"], "print", "x", query={"h_corral_lease": "1.0"})
+    assert reply.status == 409 and reply.document["code"] == "lease_lost"
+
+
+async def test_wait_zero_answers_202_and_the_exec_goes_on(world, until):
+    made = await make(world)
+    reply = await run(world, made["id"], "sleep", wait=0)
+    assert reply.status == 202 and reply.document["result"] is None
+    exec_id = reply.document["id"]
+    await until(lambda: exec_id in world.node.execs)
+    await world.call("POST", f"/v1/execs/{exec_id}/stdin")
+    await world.call("POST", f"/v1/execs/{exec_id}/signal", {"signal": "TERM"})
+    done = (await world.call("GET", f"/v1/execs/{exec_id}", wait=5)).document
+    assert done["result"]["reason"] == "signal" and done["result"]["signal"] == "SIGTERM"
+    assert (await world.call("POST", f"/v1/execs/{exec_id}/signal", {"signal": "TERM"})).status == 409
+
+
+@pytest.mark.parametrize("signal", [0, -1, 65, "NOPE", None, True, "SIG", [9]])
+async def test_bad_signals_are_refused(world, signal):
+    reply = await world.call("POST", "/v1/execs/exe_x/signal", {"signal": signal})
+    assert reply.status == 422 and reply.document["field"] == "/signal"
+
+
+async def test_cancel_ends_the_exec_only(world, until):
+    made = await make(world)
+    exec_id = (await run(world, made["id"], "sleep", wait=0)).document["id"]
+    other = (await run(world, made["id"], "sleep", wait=0)).document["id"]
+    await until(lambda: other in world.node.execs)
+    reply = await world.call("POST", f"/v1/execs/{exec_id}/cancel")
+    assert reply.document["result"]["reason"] == "cancelled"
+    assert await state_of(world, made["id"]) == "running"
+    await world.call("POST", f"/v1/execs/{other}/cancel")
+    assert await state_of(world, made["id"]) == "leased"
+
+
+async def test_the_stream_of_an_exec_resumes(world):
+    made = await make(world)
+    exec_id = (await run(world, made["id"], "print", "café")).document["id"]
+    events = [e async for e in (await world.call("GET", f"/v1/execs/{exec_id}/stream")).events]
+    assert [e.kind for e in events] == ["started", "stdout", "ended"]
+    again = await world.call("GET", f"/v1/execs/{exec_id}/stream", cursor=events[1].cursor)
+    assert [e.kind async for e in again.events] == ["ended"]
+
+
+async def test_a_cursor_that_is_gone_is_410_with_the_total(world):
+    made = await make(world)
+    exec_id = (await run(world, made["id"], "print", "x")).document["id"]
+    reply = await world.call("GET", f"/v1/execs/{exec_id}/stream", cursor="0.0.-1")
+    assert reply.status == 410 and reply.document["code"] == "cursor_gone" and reply.document["bytes"] == 1
+    reply = await world.call("GET", f"/v1/execs/{exec_id}/stream", cursor="nonsense")
+    assert reply.status == 422
+
+
+async def test_delete_ends_what_waits_and_is_repeatable(world, until):
+    made = await make(world)
+    waiting = asyncio.create_task(run(world, made["id"], "sleep"))
+    await until(lambda: world.node.starts)
+    first, second = await asyncio.gather(*(world.call("DELETE", f"/v1/sandboxes/{made['id']}") for _ in range(2)))
+    assert {first.status, second.status} == {200} and first.document["state"] == "terminated"
+    result = (await waiting).document["result"]
+    assert result["reason"] == "sandbox_deleted" and result["exit_code"] is None
+    assert not world.node.live
+    assert (await world.call("DELETE", f"/v1/sandboxes/{made['id']}")).status == 200
+    reply = await run(world, made["id"], "print", "x")
+    assert reply.status == 410 and reply.document["code"] == "sandbox_deleted"
+    assert await world.store.open_commands(made["id"]) == []
+
+
+async def test_delete_wins_against_creation(world, until):
+    world.node.create_gate = asyncio.Event()
+    creating = asyncio.create_task(world.call("POST", "/v1/sandboxes", {}))
+    await until(lambda: world.node.creates)
+    [item] = (await world.call("GET", "/v1/sandboxes")).document["items"]
+    deleting = asyncio.create_task(world.call("DELETE", f"/v1/sandboxes/{item['id']}"))
+    await asyncio.sleep(0.02)
+    world.node.create_gate.set()
+    assert (await deleting).document["state"] == "terminated"
+    assert (await creating).document["code"] == "sandbox_deleted"
+    assert not world.node.live
+
+
+async def test_delete_answers_202_when_it_takes_longer_than_the_wait(world, until):
+    made = await make(world)
+    world.node.destroy_gate = asyncio.Event()
+    reply = await world.call("DELETE", f"/v1/sandboxes/{made['id']}", wait=0.05)
+    assert reply.status == 202 and reply.document["state"] == "sanitizing"
+    world.node.destroy_gate.set()
+
+    async def gone():
+        return await state_of(world, made["id"]) == "terminated"
+
+    await until(gone)
+
+
+async def test_twenty_creations_with_one_key_are_one_sandbox(world):
+    replies = await asyncio.gather(*(world.call("POST", "/v1/sandboxes", {}, h_idempotency_key="k") for _ in range(20)))
+    assert {r.status for r in replies} == {201} and len({r.document["id"] for r in replies}) == 1
+    assert len(world.node.creates) == 1
+    other = await world.call("POST", "/v1/sandboxes", {"memory": "64M"}, h_idempotency_key="k")
+    assert other.status == 409
+
+
+async def test_the_ttl_ends_a_sandbox(world, until):
+    made = await make(world, ttl_s=50)
+    world.offset_ms = 51_000
+
+    async def gone():
+        return await state_of(world, made["id"]) == "terminated"
+
+    await until(gone)
+    assert not world.node.live
+
+
+async def test_a_sandbox_that_ends_by_itself_is_lost_and_its_exec_says_so(world, until):
+    made = await make(world)
+    result = (await run(world, made["id"], "die")).document["result"]
+    assert result["reason"] == "sandbox_lost" and result["exit_code"] is None
+
+    async def gone():
+        return await state_of(world, made["id"]) == "terminated"
+
+    await until(gone)
+    reply = await run(world, made["id"], "print", "x")
+    assert reply.document["code"] == "sandbox_lost"
+    seen = (await world.call("GET", f"/v1/sandboxes/{made['id']}")).document
+    assert "lost" in [event["new_state"] for event in seen["history"]]
+
+
+async def test_an_attached_exec_ends_when_its_client_is_gone(world, until):
+    made = await make(world)
+    exec_id = (await run(world, made["id"], "sleep", attached=True, wait=0)).document["id"]
+
+    async def ended():
+        return (await world.call("GET", f"/v1/execs/{exec_id}")).document["state"] == "ended"
+
+    await until(ended)
+    assert (await world.call("GET", f"/v1/execs/{exec_id}")).document["result"]["reason"] == "cancelled"
+    assert await state_of(world, made["id"]) == "leased"
+
+
+async def test_archives_go_in_and_out(world):
+    made = await make(world)
+    reply = await world.call("GET", f"/v1/sandboxes/{made['id']}/files/archive", path="/workspace/a")
+    assert b"".join([b async for b in reply.raw]) == b"tar of /workspace/a"
+    reply = await world.call("GET", f"/v1/sandboxes/{made['id']}/files/archive")
+    assert reply.status == 422 and reply.document["field"] == "/path"
+    assert (await world.call("PUT", f"/v1/sandboxes/{made['id']}/files/archive", path="/workspace")).status == 200
+
+
+async def test_policy_refuses_a_sandbox_without_making_one(world):
+    reply = await world.call("POST", "/v1/sandboxes", {"ttl_s": 10**6})
+    assert reply.status == 403 and reply.document["code"] == "policy_denied" and reply.document["hint"]
+    assert (await world.call("GET", "/v1/sandboxes", all="true")).document["items"] == []
+
+
+async def test_doctor_and_health(world):
+    document = (await world.call("GET", "/v1/doctor")).document
+    assert document["default"] == "bubblewrap" and document["host"]["cgroup"] == "hybrid"
+    assert document["runtimes"][0]["limits"]["memory"] == "enforced" and document["leftovers"] == []
+    assert (await world.call("GET", "/readyz")).status == 200
+    world.node.usable = False
+    assert (await world.call("GET", "/v1/doctor")).document["default"] is None
+    assert (await world.call("GET", "/readyz")).status == 503
+    assert (await world.call("POST", "/v1/gc")).status == 200
