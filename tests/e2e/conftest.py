@@ -1,0 +1,42 @@
+"""The harness of the acceptance cases, with state directories of this suite's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from acceptance import conftest as harness
+from acceptance.conftest import Box, shared, user_checkout
+
+__all__ = ["Box", "shared", "user_checkout"]
+
+
+@pytest.fixture(scope="session", params=harness.MODES)
+def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
+    """Parametrised over runtime and user."""
+    mode = request.param
+    state = shared / f"e-{mode}-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
+    if mode == "bubblewrap-user":
+        box = harness._user_box(state, shared)
+    else:
+        box = harness._root_box(state, mode.partition("-")[0])
+    made = box("run", "--runtime", box.runtime, "-c", "print(1)", timeout=600)
+    assert (made.returncode, made.stdout) == (0, b"1\n"), made.stderr
+    yield box
+    live = [s["id"] for s in box.document("sandbox", "ls", "--json")[1]["items"] if s["state"] != "terminated"]
+    if live:
+        box("sandbox", "rm", *live)
+    gone = box("gc")
+    assert gone.returncode == 0, gone.stderr
+    assert box.document("doctor", "--json")[1]["leftovers"] == []
+    shutil.rmtree(state, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def sandbox(box: Box) -> Iterator[str]:
+    """One sandbox for tests that leave it as it was."""
+    yield box.sandbox()

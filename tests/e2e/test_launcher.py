@@ -1,0 +1,133 @@
+"""`./corral` on a fresh clone: one command from nothing, whoever calls it and whatever interrupts it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from acceptance.conftest import ORDINARY_UID, REPOSITORY, eventually
+
+pytestmark = [pytest.mark.index, pytest.mark.slow, pytest.mark.xdist_group("launcher")]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The tracked files alone, readable by everybody."""
+    place = tmp_path / "a clone"
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=True).stdout.split(
+        b"\0"
+    )
+    for name in map(os.fsdecode, filter(None, names)):
+        if (REPOSITORY / name).is_file():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, place / name)
+    for folder in [place, *place.parents]:
+        if "pytest" in str(folder):
+            folder.chmod(0o755)
+    return place
+
+
+def version(clone: Path, *prefix: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*prefix, str(clone / "corral"), "--version"], capture_output=True, text=True, timeout=600, env=os.environ | env
+    )
+
+
+def test_many_first_runs_at_once_all_succeed(clone: Path) -> None:
+    children = [
+        subprocess.Popen([clone / "corral", "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(4)
+    ]
+    results = [(child.communicate(timeout=600), child.returncode) for child in children]
+    assert all(code == 0 and out.startswith(b"corral ") and err == b"" for (out, err), code in results), results
+    assert (clone / ".venv").stat().st_mode & 0o077 == 0
+    again = [_timed(clone) for _ in range(5)]
+    assert min(again) < 0.3
+
+
+def _timed(clone: Path) -> float:
+    began = time.monotonic()
+    assert version(clone).returncode == 0
+    return time.monotonic() - began
+
+
+def test_an_interrupted_set_up_is_repaired(clone: Path) -> None:
+    child = subprocess.Popen([clone / "corral", "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    eventually(
+        lambda: list((clone / ".venv" / "lib").rglob("site-packages/*.dist-info")), within=120, what="packages arrive"
+    )
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert not (clone / ".venv" / "corral.stamp").exists()
+    done = version(clone)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_changed_lock_is_followed(clone: Path) -> None:
+    assert version(clone).returncode == 0
+    with (clone / "requirements.lock").open("a") as lock:
+        lock.write("\n")
+    first = (clone / ".venv" / "corral.stamp").read_text()
+    assert version(clone).returncode == 0
+    assert (clone / ".venv" / "corral.stamp").read_text() != first
+
+
+def test_a_package_with_another_digest_is_refused(clone: Path) -> None:
+    lock = clone / "requirements.lock"
+    text = lock.read_text()
+    start = text.index("--hash=sha256:", text.index("\nclick=="))
+    end = text.index("\n", text.index("--hash=sha256:", start + 10))
+    lock.write_text(text[:start] + "--hash=sha256:" + "0" * 64 + text[end:])
+    done = version(clone)
+    assert (done.returncode, done.stdout) == (125, "")
+    assert done.stderr.startswith("corral: cannot install the packages: ")
+    lock.write_text(text)
+    assert version(clone).returncode == 0
+
+
+@pytest.mark.root
+def test_without_network_it_says_so_and_works_later(clone: Path) -> None:
+    done = version(clone, "unshare", "-n")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (125, "", 1)
+    assert "package index cannot be reached" in done.stderr
+    assert version(clone).returncode == 0
+
+
+def test_without_python_it_names_the_package(clone: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sha256sum", "cat", "readlink", "apt-get"):
+        found = shutil.which(name)
+        if found:
+            (programs / name).symlink_to(found)
+    done = version(clone, "/bin/sh", PATH=str(programs))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (125, "", 1)
+    assert "Python 3.11" in done.stderr and "install" in done.stderr
+
+
+@pytest.mark.root
+def test_an_ordinary_user_runs_a_clone_of_root(clone: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, ORDINARY_UID, ORDINARY_UID)
+    prefix = ("setpriv", "--reuid", str(ORDINARY_UID), "--regid", str(ORDINARY_UID), "--clear-groups")
+    path = "/usr/local/bin:/usr/bin:/bin"
+    done = version(clone, *prefix, HOME=str(home), XDG_CACHE_HOME="", PATH=path)
+    assert (done.returncode, done.stderr) == (0, "")
+    [venv] = (home / ".cache" / "corral").iterdir()
+    assert venv.stat().st_mode & 0o077 == 0
+    assert not (clone / ".venv").exists()
+    assert not list(clone.rglob("__pycache__"))
+
+
+def test_arguments_and_input_pass_through_a_link(clone: Path, tmp_path: Path) -> None:
+    link = tmp_path / "linked"
+    link.symlink_to(clone / "corral")
+    done = subprocess.run([link, "run", "--json", "--bogus\udcff"], capture_output=True, timeout=600)
+    assert (done.returncode, done.stderr) == (2, b"")
