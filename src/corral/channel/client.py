@@ -35,6 +35,7 @@ __all__ = ["ChannelLimits", "Data", "Ended", "ExecFailure", "ExecStatus", "Guest
 
 _MERGE_ABOVE = 512
 _ACK_EVERY = 64 * 1024
+_MAX_INPUTS = 1024
 _KILL_S = 12.0
 """What the guest itself may need to find that something survives a kill, beyond the grace."""
 
@@ -478,6 +479,7 @@ class GuestClient:
                 if status["state"] == "unknown":
                     raise CorralError("not_found", "no such exec inside", field="exec_id")
                 return False
+            self._forget_inputs()
             taken = self._inputs.setdefault(
                 exec_id, _Input(known.get("received", 0), known.get("written", 0), bool(known.get("open", 0)))
             )
@@ -487,11 +489,13 @@ class GuestClient:
                 if skip < 0:
                     raise CorralError("bad_request", f"standard input continues at {taken.sent}", field="offset")
                 data = data[skip:]
-            try:
-                return await self._feed(exec_id, taken, memoryview(data), eof, fence)
-            finally:
-                if not taken.reads():
-                    self._inputs.pop(exec_id, None)
+            return await self._feed(exec_id, taken, memoryview(data), eof, fence)
+
+    def _forget_inputs(self) -> None:
+        # Closed ones stay a while: the guest's last word about them may still be on its way.
+        if len(self._inputs) >= _MAX_INPUTS:
+            for exec_id in [name for name, known in self._inputs.items() if not known.open][: _MAX_INPUTS // 2]:
+                del self._inputs[exec_id]
 
     async def _feed(self, exec_id: str, taken: _Input, rest: memoryview, eof: bool, fence: Fence) -> bool:
         while taken.reads():
@@ -511,6 +515,7 @@ class GuestClient:
             answer = await self._request("exec.stdin", values, fence=fence, payload=piece)
             open_: bool = self._checked(check_input, answer)[1]
             if eof and last:
+                taken.open = False
                 return True
             if not open_:
                 taken.open = False
