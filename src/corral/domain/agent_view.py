@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULT_BUDGET = 8000
-_MOST = 1 << 20
+_MOST = 1 << 19
 """Bytes of a stream that are looked at; the middle of a larger one is left out."""
 _LONGEST_BLOCK = 6
 
@@ -23,6 +23,7 @@ _ESCAPES = re.compile(
     r"|\x1b[PX^_][^\x1b\x9c\n]*(?:\x1b\\|\x9c)?"  # DCS, SOS, PM, APC
     r"|\x1b[ -/]*[0-~]?"
 )
+_BLANK_LINES = re.compile(r"\n{4,}")
 _CONTROLS = re.compile(r"[\x00-\x07\x0b-\x1f\x7f-\x9f]")
 
 
@@ -109,7 +110,7 @@ def clean(data: bytes, head: int | None = None, omitted: int = 0) -> str:
 def _plain(data: bytes) -> str:
     text = _ESCAPES.sub("", data.decode("utf-8", "replace")).replace("\r\n", "\n")
     lines = [_overwritten(line) if "\r" in line or "\b" in line else line for line in text.split("\n")]
-    return _CONTROLS.sub("", "\n".join(lines))
+    return _BLANK_LINES.sub("\n\n\n", _CONTROLS.sub("", "\n".join(lines)))
 
 
 def _overwritten(line: str) -> str:

@@ -24,6 +24,7 @@ from corral.domain.result import judge, result_document, stream_document
         (b"\xff\n", "�\n"),
         (b"\x1b]0;never closed\nnext\n", "\nnext\n"),
         (b"\x1b[", ""),
+        (b"a" + b"\n" * 50 + b"b", "a\n\n\nb"),
     ],
 )
 def test_escapes_and_progress_go(data, text):
