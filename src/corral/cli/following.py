@@ -105,7 +105,23 @@ class Following:
                     hint="read what is kept with corral logs",
                 )
             self.cursor = event.cursor or self.cursor
-        return self.wait(output="none")
+        document = self.wait(output="none")
+        self._complete(document)
+        return document
+
+    def _complete(self, document: Json) -> None:
+        """What the result counts and the stream did not bring comes from the spool: output is never lost in silence."""
+        for stream in ("stdout", "stderr"):
+            produced = ((document.get("result") or {}).get(stream) or {}).get("bytes") or 0
+            offset = 0
+            if produced > self.written[stream]:
+                for block in self.transport.download(self.path + "/logs", {"stream": stream}):
+                    self._pass(Event(stream, None, offset, block))
+                    offset += len(block)
+            if produced > self.written[stream]:
+                missing = produced - self.written[stream]
+                hint = "what is kept is in the result: corral runs show"
+                raise CorralError("cursor_gone", f"the last {missing} bytes of {stream} are no longer there", hint=hint)
 
     def _pass(self, event: Event) -> None:
         """The bytes of one event that have not gone out yet. A signal finds `written` exact, so that nothing doubles after it."""

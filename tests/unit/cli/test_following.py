@@ -94,6 +94,17 @@ def test_a_gap_in_the_output_is_an_error_not_silence(corral: Call, transport: Fa
     assert "10 bytes of stdout" in said.err
 
 
+def test_output_that_the_stream_did_not_bring_comes_from_the_spool(corral: Call, transport: FakeTransport) -> None:
+    transport.events = [Event("stdout", "1", 0, b"first ")]
+    transport.blocks = lambda path: [b"fir", b"st last"] if path.endswith("/logs") else []
+    transport.document = ended(stdout={"bytes": 10}, stderr={"bytes": 0})
+    assert corral("run", "--", "x").out == b"first last"
+    transport.document = ended(stdout={"bytes": 11}, stderr={"bytes": 0})
+    said = corral("run", "--", "x")
+    assert said.status == 125
+    assert "the last 1 bytes of stdout" in said.err
+
+
 def test_lone_surrogates_leave_valid_json(corral: Call, transport: FakeTransport) -> None:
     transport.document = ended(hint="\udcff 你")
     assert corral("run", "--json", "--", "x").json["result"]["hint"] == "\udcff 你"
