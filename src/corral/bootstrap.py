@@ -228,10 +228,17 @@ class Owner:
 
 
 def _web() -> tuple[Any, Any]:
+    import logging
+
     import uvicorn
 
     from corral.api.app import create_app
 
+    if not os.environ.get(
+        "CORRAL_LOG"
+    ):  # stderr belongs to the program; what a broken connection means is the client's to say
+        logging.getLogger("uvicorn").addHandler(logging.NullHandler())
+        logging.getLogger("uvicorn").propagate = False
     return create_app, uvicorn
 
 

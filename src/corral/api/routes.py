@@ -72,7 +72,7 @@ async def dispatch(services: Services, request: Request) -> Reply:
         handler, parts = match(request.method, request.path)
         return await handler(services, request, **parts)
     except CorralError as error:
-        status, document, headers = problem(error)
+        status, document, headers = problem(services.core.as_seen(error))
         return Reply(status, document, headers, media_type="application/problem+json")
     except Exception as error:
         services.core.log(f"unexpected: {request.method} {request.path}: {traceback.format_exc()}")
@@ -209,13 +209,31 @@ def _view(request: Request) -> tuple[bool, int | None]:
     return output, None
 
 
-async def _stream(request: Request, open_at: Callable[[str | None], AsyncIterator[StreamEvent]]) -> Reply:
+async def _stream(
+    services: Services, request: Request, open_at: Callable[[str | None], AsyncIterator[StreamEvent]]
+) -> Reply:
     text = _choice(request, "encoding", ("text", "base64"), "text") == "text"
     start = sse.Position.parse(request.query.get("cursor") or request.headers.get("last-event-id"))
-    source = open_at(start.node)
+    source = _honest(services, open_at(start.node))
     if start.node is not None:
         source = await _primed(source)
     return Reply(events=sse.position(source, start, whole=text), text=text, media_type="text/event-stream")
+
+
+async def _honest(services: Services, source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEvent]:
+    """The same events; a failure while the service stops sends the client to the next owner."""
+    try:
+        async for event in source:
+            yield event
+            if event.kind == "ended":
+                return
+        services.core.check_open()
+    except CorralError as error:
+        raise services.core.as_seen(error) from error
+    finally:
+        close = getattr(source, "aclose", None)
+        if close is not None:
+            await close()
 
 
 async def _primed(source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEvent]:
@@ -278,7 +296,7 @@ async def cancel_run(services: Services, request: Request, run_id: str) -> Reply
 
 async def stream_run(services: Services, request: Request, run_id: str) -> Reply:
     await services.runs.get(request.caller, run_id)
-    return await _stream(request, lambda cursor: services.runs.stream(request.caller, run_id, cursor))
+    return await _stream(services, request, lambda cursor: services.runs.stream(request.caller, run_id, cursor))
 
 
 async def run_logs(services: Services, request: Request, run_id: str) -> Reply:
@@ -384,7 +402,7 @@ async def get_exec(services: Services, request: Request, exec_id: str) -> Reply:
 
 async def stream_exec(services: Services, request: Request, exec_id: str) -> Reply:
     await services.sandboxes.get_exec(request.caller, exec_id)
-    return await _stream(request, lambda cursor: services.sandboxes.stream(request.caller, exec_id, cursor))
+    return await _stream(services, request, lambda cursor: services.sandboxes.stream(request.caller, exec_id, cursor))
 
 
 async def exec_logs(services: Services, request: Request, exec_id: str) -> Reply:

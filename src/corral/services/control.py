@@ -61,6 +61,12 @@ class Core:
         if self.closing:
             raise CorralError("shutting_down", "the service is stopping")
 
+    def as_seen(self, error: CorralError) -> CorralError:
+        """While the service stops, its own failures mean nothing: the caller should ask the next owner."""
+        if (self.closing and error.status >= 500) or (error.code == "cursor_gone" and self.closing):
+            return CorralError("shutting_down", "the service is stopping")
+        return error
+
     def spawn(self, work: Coroutine[Any, Any, Any], name: str, *, last: bool = False) -> asyncio.Task[Any]:
         """Run in the background; an unexpected failure is logged, never lost."""
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -69,7 +75,7 @@ class Core:
 
         def done(ended: asyncio.Task[Any]) -> None:
             kept.discard(ended)
-            if not ended.cancelled() and (error := ended.exception()) is not None:
+            if not ended.cancelled() and (error := ended.exception()) is not None and not self.closing:
                 self.log(f"{name}: {type(error).__name__}: {error}")
 
         task.add_done_callback(done)

@@ -179,7 +179,9 @@ class Execs:
             return ExecFacts(False, ended_by=why)
         try:
             faults.point("exec.start.before")
-            await self._core.node.start_exec(instance_id, fence, spec)
+            # Never cut short by a stop of ours: the frame may have arrived, and then the node has to know the exec.
+            sending = self._core.spawn(self._core.node.start_exec(instance_id, fence, spec), "start", last=True)
+            await asyncio.shield(sending)
             faults.point("exec.start.after")
         except CorralError as error:
             return _not_started(error)
