@@ -234,10 +234,14 @@ class BubblewrapRuntime:
             open_files.callback(os.close, log)
             passed = [status, control.fileno()]
             filter_fd = None
+            guest_options: list[str] = []
             if "unsafe_no_seccomp" not in spec.unsafe:
-                filter_fd = _filter()
-                open_files.callback(os.close, filter_fd)
-                passed.append(filter_fd)
+                filter_fd = _filter("default")
+                exec_filter = _filter("exec")
+                for fd in (filter_fd, exec_filter):
+                    open_files.callback(os.close, fd)
+                passed += [filter_fd, exec_filter]
+                guest_options = ["--seccomp-exec", f"fd:{exec_filter}"]
             if namespace is not None:
                 passed.append(namespace)
             blocks = -(-spec.limits.disk_bytes // 512) if tree.mode == "directory" else 0
@@ -246,7 +250,7 @@ class BubblewrapRuntime:
             command += [*_become(uids, base), self._bwrap(), *_isolation(uids, namespace, filter_fd)]
             command += ["--json-status-fd", str(status), "--hostname", spec.hostname]
             command += [*_layout(spec, root, tree, uids), "--", *spec.guest_argv]
-            command += ["--control-fd", str(control.fileno())]
+            command += [*guest_options, "--control-fd", str(control.fileno())]
             if uids != "two":
                 command.append("--same-uid")
             if "unsafe_dumpable_guest" in spec.unsafe:
@@ -527,7 +531,7 @@ class BubblewrapRuntime:
         probe_id = f"probe-bubblewrap-{os.getpid()}-{threading.get_ident()}"
         base = None if uids == "user" else self._ids.allocate(probe_id)
         namespace = None
-        filter_fd = _filter()
+        filter_fd = _filter("default")
         try:
             began = time.monotonic()
             namespace = userns.create(base) if uids == "two" and base is not None else None
@@ -674,7 +678,7 @@ def _layout(spec: InstanceSpec, root: str, tree: HostTree, uids: Uids) -> list[s
     options += ["--dev", "/dev", *tmpfs("1777", sizes.shm, "/dev/shm"), "--remount-ro", "/dev"]  # noqa: S108
     options += [*tmpfs("1777", sizes.tmp, "/tmp"), *tmpfs("0755", sizes.run, "/run")]  # noqa: S108
     # With two ids bwrap makes it for the guest and nobody can give it away: sticky instead of private.
-    options += [*tmpfs("1777" if uids == "two" else "0700", sizes.user, "/run/user/1000")]
+    options += [*tmpfs("1777" if uids == "two" else "0700", sizes.user, "/run/user/1000"), "--remount-ro", "/run"]
     options += ["--ro-bind", spec.interpreter, "/.corral"]
     options += [*_marker(spec.directory), "--bind", f"{tree.path}/home", "/home/sandbox"]
     return [*options, "--bind", f"{tree.path}/var_tmp", "/var/tmp", "--chdir", "/"]  # noqa: S108
@@ -685,10 +689,10 @@ def _marker(directory: str) -> tuple[str, str, str]:
     return ("--bind", f"{directory}/disk/workspace", "/workspace")
 
 
-def _filter() -> int:
+def _filter(profile: str) -> int:
     fd = os.memfd_create("seccomp", os.MFD_CLOEXEC)
     try:
-        os.write(fd, seccomp.compile("default"))
+        os.write(fd, seccomp.compile(profile))
         os.lseek(fd, 0, os.SEEK_SET)
     except BaseException:
         os.close(fd)
