@@ -216,6 +216,7 @@ class Exec:
     async def _finish(self, status: ExecStatus | None, infra: str | None) -> None:
         measured = await self.meter.end()
         self.spool.finish()
+        self.spool.drop_input()
         facts = self._facts(status, infra)
         streams = self.spool.facts(self.limits.output_bytes)
         facts = dataclasses.replace(

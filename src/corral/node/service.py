@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from corral.domain.fence import Fence
 from corral.domain.ids import is_id, ulid_of
 from corral.domain.limits import LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups, disk, process, sockets
+from corral.linux import cgroups, disk, sockets
 from corral.linux.guesttree import remove_tree
 from corral.node import execs as exec_life
 from corral.node import files, leftovers
@@ -26,6 +25,7 @@ from corral.node.body import SOCKET, Body
 from corral.node.execs import Exec
 from corral.node.interpreter import GUEST_ARGV, ensure_interpreter
 from corral.node.journal import ExecEntry, InstanceEntry, Journal
+from corral.node.probes import Probes
 from corral.node.spool import Spool
 from corral.node.templates import Templates
 from corral.ports.node import (
@@ -40,7 +40,6 @@ from corral.ports.node import (
 )
 from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, InstanceSpec, Runtime, RuntimeInfo, Stats
 
-PROBE_VERSION = 1
 BACKUP_CLOCK_S = 10.0
 """The guest ends an exec by itself this long after the host should have: for when no node lives."""
 ENVIRONMENT = {
@@ -80,8 +79,7 @@ class LocalNode:
         self._destroying: dict[str, asyncio.Future[Evidence]] = {}
         self._execs: dict[str, Exec] = {}
         self._lost: asyncio.Queue[str] = asyncio.Queue()
-        self._infos: dict[str, RuntimeInfo] = {}
-        self._probing = asyncio.Lock()
+        self._probes = Probes(os.path.join(self._state, "node", "probes.json"), self._runtimes)
 
     # -- opening and closing -------------------------------------------------------------------------------------------
     async def open(self, progress: Progress | None = None) -> None:
@@ -162,6 +160,8 @@ class LocalNode:
             job.follow(status, max(0.0, time.monotonic() - started_at) if started_at is not None else 0.0)
             if one.ended_by is not None:
                 body.spawn(job.end(one.ended_by))
+            elif (given := job.spool.saved_input()) is not None:
+                body.spawn(self._feed(body, one.exec_id, *given))
         body.watch(max(0.0, entry.data["deadline_at"] - time.monotonic()))
         return body
 
@@ -194,50 +194,7 @@ class LocalNode:
 
     # -- what is here --------------------------------------------------------------------------------------------------
     async def runtimes(self, *, fresh: bool = False) -> list[RuntimeInfo]:
-        async with self._probing:
-            missing = [name for name in self._runtimes if fresh or name not in self._infos]
-            cached = {} if fresh else self._load_probes()
-            for name in list(missing):
-                if name in cached:
-                    self._infos[name] = cached[name]
-                    missing.remove(name)
-            for name, info in zip(missing, await asyncio.gather(*map(self._probe, missing)), strict=True):
-                self._infos[name] = info
-            if missing:
-                self._save_probes()
-        return [self._infos[name] for name in self._runtimes]
-
-    async def _probe(self, name: str) -> RuntimeInfo:
-        try:
-            async with asyncio.timeout(20.0):
-                return await self._runtimes[name].probe()
-        except (CorralError, OSError, TimeoutError) as error:
-            reason = "the probe did not end in time" if isinstance(error, TimeoutError) else str(error)
-            return RuntimeInfo(name, False, reason, 0, None, {}, LimitModes())
-
-    def _probe_key(self) -> str:
-        return f"{process.boot_id()} {os.geteuid()} {PROBE_VERSION}"
-
-    def _load_probes(self) -> dict[str, RuntimeInfo]:
-        try:
-            with open(os.path.join(self._state, "node", "probes.json"), encoding="utf-8") as file:
-                data = json.load(file)
-            if data["key"] != self._probe_key():
-                return {}
-            return {
-                name: RuntimeInfo(**{**info, "limits": LimitModes(**info["limits"])})
-                for name, info in data["runtimes"].items()
-                if info["usable"]  # what did not work is tried again: the host may have been mended
-            }
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
-
-    def _save_probes(self) -> None:
-        path = os.path.join(self._state, "node", "probes.json")
-        runtimes = {name: dataclasses.asdict(info) for name, info in self._infos.items()}
-        with open(path + ".new", "w", encoding="utf-8") as file:
-            json.dump({"key": self._probe_key(), "runtimes": runtimes}, file)
-        os.replace(path + ".new", path)
+        return await self._probes.all(fresh=fresh)
 
     async def host(self) -> HostFacts:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -289,7 +246,7 @@ class LocalNode:
             raise CorralError("runtime_unavailable", f"there is no runtime {request.runtime!r}", field="/runtime")
         phases: dict[str, float] = {}
         clock = _Clock(phases)
-        info = next(one for one in await self.runtimes() if one.name == request.runtime)
+        info = await self._probes.one(request.runtime)
         if not info.usable:
             raise CorralError("runtime_unavailable", f"{request.runtime}: {info.reason}", hint="see `corral doctor`")
         template = await self._templates.ensure(request.template, progress)
@@ -486,6 +443,8 @@ class LocalNode:
         job: Exec | None = None
         try:
             job = self._exec(body, spec.exec_id, data)
+            if spec.stdin:
+                job.spool.save_input(spec.stdin, not spec.stdin_open)
             await job.start(self._frame(spec, ids), fence)
         except BaseException:
             # The guest refused it or was never asked: it did not start, and the caller hears why.
@@ -498,13 +457,18 @@ class LocalNode:
         faults.point("node.exec.started")
         if job.started_at is not None:
             self._journal.set_exec(spec.exec_id, "running", {**data, "started_at": job.started_at})
-        if spec.stdin is not None and not spec.stdin_open and job.started_at is not None:
-            body.spawn(self._feed(body, spec.exec_id, spec.stdin, fence))
-        elif spec.stdin and job.started_at is not None:
-            await (await body.client()).stdin(spec.exec_id, spec.stdin, fence=fence)
+        if spec.stdin is not None and job.started_at is not None:
+            body.spawn(self._feed(body, spec.exec_id, spec.stdin, not spec.stdin_open))
 
-    async def _feed(self, body: Body, exec_id: str, data: bytes, fence: Fence) -> None:
-        await (await body.client()).stdin(exec_id, data, True, fence=fence)
+    async def _feed(self, body: Body, exec_id: str, data: bytes, eof: bool) -> None:
+        """All of a given input; the guest skips what an earlier node has sent already."""
+        while True:
+            try:
+                await (await body.client()).stdin(exec_id, data, eof, fence=body.floor, offset=0)
+                return
+            except CorralError as error:
+                if error.code != "guest_lost" or body.gone.is_set() or body.forsaken:
+                    return
 
     def _frame(self, spec: ExecSpec, ids: tuple[int, int]) -> dict[str, Any]:
         limits = spec.limits

@@ -7,6 +7,7 @@ written, and everything else (head and tail, timeline, cursors, live following) 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import struct
@@ -114,6 +115,22 @@ class Spool:
         _write_all(self._fds[2], _RECORD.pack(t_ms, index, offset))
         self._order.add(t_ms, index, offset)
 
+    def save_input(self, data: bytes, eof: bool) -> None:
+        """Keep standard input that was given at once, for a node that has to go on with it."""
+        path = os.path.join(self.directory, "input-eof" if eof else "input")
+        fd = os.open(path, _APPEND, 0o600)
+        try:
+            _write_all(fd, data)
+        finally:
+            os.close(fd)
+
+    def saved_input(self) -> tuple[bytes, bool] | None:
+        """What `save_input` kept, while the exec runs."""
+        for name, eof in (("input", False), ("input-eof", True)):
+            if size := self._size(name):
+                return self._read(name, 0, size), eof
+        return None
+
     def finish(self) -> None:
         """No more bytes will come: readers end when they have read all."""
         self.ended = True
@@ -121,6 +138,12 @@ class Spool:
         for fd in fds:
             os.close(fd)
         self._wake()
+
+    def drop_input(self) -> None:
+        """The exec ended: its input is of no more use."""
+        for name in ("input", "input-eof"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.directory, name))
 
     def remove(self) -> None:
         """Finish and delete; followers get `cursor_gone`."""

@@ -79,7 +79,8 @@ class Meter:
                 end("pids_watch")
             if turn % max(1, round(SAMPLE_S / pause)) == 0:
                 await self._look_at_disk()
-                if "disk" in watched and (self._disk_bytes or 0) > self._limits.disk_bytes:
+                over = (self._disk_bytes or 0) > self._limits.disk_bytes or self._inodes_full
+                if "disk" in watched and over:
                     end("disk_watch")
             turn += 1
 
@@ -107,6 +108,8 @@ class Meter:
                 return
             if use.complete or use.bytes > (self._disk_bytes or 0):
                 self._disk_bytes = use.bytes
+            self._disk_full |= use.bytes > self._limits.disk_bytes - FULL_BYTES
+            self._inodes_full |= use.entries > self._limits.inodes - FULL_INODES
         self._tmp_full |= _tmp_is_full(self._body.pid1)
 
     async def end(self) -> Measured:

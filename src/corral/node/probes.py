@@ -1,0 +1,83 @@
+"""What each runtime can do here: found by its probe once per boot, user and version, kept in the state directory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+
+from corral.domain.limits import LimitModes
+from corral.errors import CorralError
+from corral.linux import process
+from corral.ports.runtime import Runtime, RuntimeInfo
+
+PROBE_S = 20.0
+PROBE_VERSION = 1
+
+
+class Probes:
+    """Answers of `probe`; one that did not work is asked again by the next process: the host may have been mended."""
+
+    def __init__(self, path: str, runtimes: Mapping[str, Runtime]) -> None:
+        self._path = path
+        self._runtimes = runtimes
+        self._infos: dict[str, RuntimeInfo] = {}
+        self._lock = asyncio.Lock()
+
+    async def all(self, *, fresh: bool = False) -> list[RuntimeInfo]:
+        """In the order of the runtimes."""
+        async with self._lock:
+            await self._ensure(list(self._runtimes), fresh)
+            return [self._infos[name] for name in self._runtimes]
+
+    async def one(self, name: str) -> RuntimeInfo:
+        """Of one runtime, without waiting for the probes of others."""
+        async with self._lock:
+            await self._ensure([name], False)
+            return self._infos[name]
+
+    async def _ensure(self, names: list[str], fresh: bool) -> None:
+        missing = [name for name in names if fresh or name not in self._infos]
+        if not missing:
+            return
+        if not fresh:
+            cached = self._load()
+            self._infos.update({name: cached[name] for name in missing if name in cached})
+            missing = [name for name in missing if name not in self._infos]
+        for name, info in zip(missing, await asyncio.gather(*map(self._probe, missing)), strict=True):
+            self._infos[name] = info
+        if missing:
+            self._save()
+
+    async def _probe(self, name: str) -> RuntimeInfo:
+        try:
+            async with asyncio.timeout(PROBE_S):
+                return await self._runtimes[name].probe()
+        except (CorralError, OSError, TimeoutError) as error:
+            reason = "the probe did not end in time" if isinstance(error, TimeoutError) else str(error)
+            return RuntimeInfo(name, False, reason, 0, None, {}, LimitModes())
+
+    def _key(self) -> str:
+        return f"{process.boot_id()} {os.geteuid()} {PROBE_VERSION}"
+
+    def _load(self) -> dict[str, RuntimeInfo]:
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                data = json.load(file)
+            if data["key"] != self._key():
+                return {}
+            return {
+                name: RuntimeInfo(**{**info, "limits": LimitModes(**info["limits"])})
+                for name, info in data["runtimes"].items()
+                if info["usable"]
+            }
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _save(self) -> None:
+        runtimes = {name: dataclasses.asdict(info) for name, info in {**self._load(), **self._infos}.items()}
+        with open(self._path + ".new", "w", encoding="utf-8") as file:
+            json.dump({"key": self._key(), "runtimes": runtimes}, file)
+        os.replace(self._path + ".new", self._path)
