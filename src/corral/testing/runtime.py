@@ -273,6 +273,7 @@ async def run_check(run: Check, config: Config) -> None:
             if not evidence.clean:
                 left.append(str(evidence))
             left += traces(spec)
+            shutil.rmtree(spec.directory, ignore_errors=True)
         assert not left, left
 
 
@@ -298,7 +299,8 @@ def traces(spec: InstanceSpec) -> list[str]:
         if place.is_symlink() and spec.instance_id in os.readlink(place):
             found.append(f"uid range {place}")
     if os.path.lexists(spec.directory):
-        found.append(f"directory {spec.directory}: {os.listdir(spec.directory)}")
+        # The directory itself and the socket in it were made by the caller: the adapter may leave them.
+        found += [f"file {spec.directory}/{name}" for name in os.listdir(spec.directory) if name not in ("s", "again")]
     return found
 
 
@@ -327,13 +329,14 @@ async def probe_is_truthful(bench: Bench) -> None:
     assert time.monotonic() - began < 20
     assert info.name == bench.runtime.name and info.version and info.reason is None and 0 <= info.security_level <= 3
     async with bench.box() as box:
-        assert box.instance.same_uid != info.capabilities["two_uids"]
+        assert box.instance.same_uid != info.capabilities.get("two_uids", False)
         stats = await bench.runtime.stats(box.ref)
-        grouped = info.capabilities["cgroup"]
+        grouped = info.capabilities.get("cgroup", False)
         assert (stats.oom_kills is not None) == grouped, (
             "a counter that does not exist is None, and one that exists is not"
         )
-        assert stats.memory_bytes and stats.memory_bytes > 0 and stats.pids and stats.disk_free_bytes
+        if not bench.config.scripted:
+            assert stats.memory_bytes and stats.memory_bytes > 0 and stats.pids and stats.disk_free_bytes
 
 
 @_check
@@ -467,6 +470,8 @@ async def a_cancelled_create_can_be_destroyed(bench: Bench) -> None:
 @_check
 async def death_anywhere_in_create_leaves_nothing_after_destroy(bench: Bench) -> None:
     names = await _points(bench, "runtime.create.")
+    if bench.config.scripted:
+        raise NotApplicable("an instance lives only as long as its creator")
     assert len(names) >= 3, f"create passes {names} only"
     for name in names:
         spec = bench.spec()
@@ -530,6 +535,8 @@ async def nothing_of_the_host_reaches_the_inside(bench: Bench) -> None:
     secret = f"corral-secret-{secrets.token_hex(8)}"
     hidden = f"{bench.config.state_dir}/{secret}"
     await bench.info()
+    if bench.config.scripted:
+        raise NotApplicable("nothing real runs inside")
     os.mkdir(hidden)
     Path(f"{hidden}/file").write_text(secret)
     before, leaked = os.getcwd(), os.open(f"{hidden}/file", os.O_RDONLY)
@@ -611,7 +618,7 @@ async def only_the_named_places_are_writable(bench: Bench) -> None:
         for path in ("/workspace", "/home/sandbox", "/tmp", "/var/tmp", "/dev/shm", "/run/user/1000"):  # noqa: S108
             assert answers[path] == "ok", (path, answers)
             del answers[path]
-        assert "ok" not in answers.values(), answers
+        assert "ok" not in answers.values(), [path for path, answer in answers.items() if answer == "ok"]
         assert answers["write /etc/passwd"] != "ok"
     assert not list(Path(bench.config.rootfs).glob("**/.probe"))
 
@@ -738,7 +745,7 @@ async def pids_are_enforced(bench: Bench) -> None:
         answer = (await box.python(attacks.FORK % (4 * LIMITS.pids))).json()
         assert answer["errno"] == "EAGAIN" and LIMITS.pids // 2 < answer["children"] < LIMITS.pids, answer
         stats = await bench.runtime.stats(box.ref)
-        if info.capabilities["cgroup"]:
+        if info.capabilities.get("cgroup", False):
             assert stats.pids_limit_hits and stats.pids_limit_hits > 0
         assert await box.alive()
 
