@@ -32,7 +32,7 @@ for path, _, _ in os.walk("/", followlinks=False):
     attempt(path, lambda: os.close(os.open(path + "/.probe", os.O_CREAT | os.O_WRONLY)))
 attempt("/run/user/1000", lambda: os.close(os.open("/run/user/1000/.probe", os.O_CREAT | os.O_WRONLY)))
 for path in ("/etc/passwd", "/.corral/bin/python3", "/bin/busybox", "/proc/sysrq-trigger", "/proc/sys/kernel/core_pattern",
-             "/proc/sys/vm/drop_caches", "/proc/sys/net/ipv4/ip_forward", "/proc/1/oom_score_adj", "/proc/kcore", "/proc/kmsg"):
+             "/proc/sys/vm/drop_caches", "/proc/sys/net/ipv4/ip_forward", "/proc/1/oom_score_adj"):
     attempt("write " + path, lambda: os.close(os.open(path, os.O_WRONLY)))
 print(json.dumps(answers))
 """

@@ -332,10 +332,8 @@ async def probe_is_truthful(bench: Bench) -> None:
         assert box.instance.same_uid != info.capabilities.get("two_uids", False)
         stats = await bench.runtime.stats(box.ref)
         grouped = info.capabilities.get("cgroup", False)
-        assert (stats.oom_kills is not None) == grouped, (
-            "a counter that does not exist is None, and one that exists is not"
-        )
         if not bench.config.scripted:
+            assert (stats.oom_kills is not None) == grouped, "a counter that does not exist is None, not 0"
             assert stats.memory_bytes and stats.memory_bytes > 0 and stats.pids and stats.disk_free_bytes
 
 
@@ -343,6 +341,7 @@ async def probe_is_truthful(bench: Bench) -> None:
 async def create_is_idempotent(bench: Bench) -> None:
     async with bench.box() as box:
         assert await box.alive()
+        await box.close()  # one client at a time
         again = await bench.create(box.spec)
         assert again.ref == box.ref
         assert await box.alive()
