@@ -1,0 +1,295 @@
+"""`GuestClient` against a scripted peer that keeps the protocol: what it sends, how it waits, how it lets go."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from corral.channel import ChannelLimits, Data, Ended, GuestClient
+from corral.channel.answers import unknown_status
+from corral.domain.fence import Fence
+from corral.errors import CorralError
+from corral.guest import protocol
+
+FENCE = Fence(3, 4)
+HELLO = {
+    "versions": [1, 1],
+    "version": 1,
+    "guest": "0.1.0",
+    "instance": "ins_x",
+    "capabilities": {"pidfd": 1},
+    "identified": True,
+    "floor": [3, 4],
+    "a field of a later version": {"x": [1, 2]},
+}
+QUICK = ChannelLimits(request_s=0.5, connect_s=0.5, keepalive_s=0.4)
+
+
+class Peer:
+    """The guest's end of a socket pair, driven by the test."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.decoder = protocol.Decoder({kind: 8 << 20 for kind in range(1, 9)})
+        self.frames: list[tuple[int, bytes]] = []
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.sock, data)
+
+    async def frame(self) -> tuple[int, bytes]:
+        while not self.frames:
+            data = await asyncio.get_running_loop().sock_recv(self.sock, 65536)
+            if not data:
+                raise EOFError
+            self.frames += self.decoder.feed(data)
+        return self.frames.pop(0)
+
+    async def request(self) -> dict[str, Any]:
+        kind, payload = await self.frame()
+        if kind == protocol.INPUT:
+            request, data = protocol.split_input(payload)
+            return request | {"data": data}
+        assert kind == protocol.REQUEST, kind
+        return protocol.loads(payload)
+
+    async def answer(self, request: dict[str, Any], ok: dict[str, Any]) -> None:
+        await self.send(protocol.control(protocol.REPLY, {"id": request["id"], "ok": ok}))
+
+    async def hello(self, hello: dict[str, Any] | None = None) -> None:
+        kind, payload = await self.frame()
+        assert kind == protocol.HELLO and protocol.loads(payload)["versions"] == [1, 1]
+        await self.send(protocol.control(protocol.HELLO, hello or HELLO))
+
+
+Pair = Callable[..., Awaitable[tuple[GuestClient, Peer]]]
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    made: list[tuple[GuestClient, Peer]] = []
+
+    async def make(limits: ChannelLimits | None = None) -> tuple[GuestClient, Peer]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        theirs.setblocking(False)
+        peer = Peer(theirs)
+        client, _ = await asyncio.gather(GuestClient.connect(ours, limits=limits), peer.hello())
+        made.append((client, peer))
+        return client, peer
+
+    yield make
+    for client, peer in made:
+        await client.close()
+        peer.sock.close()
+
+
+def running(exec_id: str, **more: Any) -> dict[str, Any]:
+    status = dict(unknown_status(exec_id)) | {
+        "state": "running",
+        "started": True,
+        "offsets": {"stdout": 0, "stderr": 0},
+    }
+    return status | more
+
+
+def ended(exec_id: str, stdout: int = 0, stderr: int = 0, **more: Any) -> dict[str, Any]:
+    offsets = {"stdout": stdout, "stderr": stderr}
+    return running(exec_id, state="ended", exit_code=0, offsets=offsets) | more
+
+
+async def attach(client: GuestClient, peer: Peer, exec_id: str = "exe_1"):
+    """-> (queue of items, task, attach request)."""
+    items: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def follow() -> None:
+        async for item in client.attach(exec_id):
+            await items.put(item)
+
+    task = asyncio.create_task(follow())
+    request = await peer.request()
+    assert request["op"] == "exec.attach"
+    await peer.answer(request, running(exec_id))
+    return items, task, request
+
+
+async def lost(client: GuestClient) -> None:
+    await asyncio.wait_for(client.closed.wait(), 10)
+    with pytest.raises(CorralError) as caught:
+        await client.ping()
+    assert caught.value.code == "guest_lost"
+
+
+async def test_requests_carry_the_fence_and_answers_find_their_request(pair: Pair) -> None:
+    client, peer = await pair()
+    one = asyncio.create_task(client.exec_status("exe_a"))
+    two = asyncio.create_task(client.kill_exec("exe_b", 1, fence=FENCE))
+    first, second = await peer.request(), await peer.request()
+    assert second["fence"] == [3, 4] and "fence" not in first
+    await peer.answer(second, {"killed_all": False, "killed": 3})
+    await peer.answer(first, {"exec_id": "exe_a", "state": "unknown", "started": False})
+    assert (await one)["state"] == "unknown"
+    assert await two == {"killed_all": False, "killed": 3}
+
+
+async def test_a_refusal_is_an_error_with_its_code(pair: Pair) -> None:
+    client, peer = await pair()
+    task = asyncio.create_task(client.start_exec({"exec_id": "exe_a", "argv": ["x"]}, fence=FENCE))
+    request = await peer.request()
+    error = {"code": "lease_lost", "detail": "the floor is 9.9", "field": None}
+    await peer.send(protocol.control(protocol.REPLY, {"id": request["id"], "error": error}))
+    with pytest.raises(CorralError) as caught:
+        await task
+    assert caught.value.code == "lease_lost"
+    assert not client.closed.is_set()
+
+
+async def test_output_comes_in_order_and_is_acknowledged_once_taken(pair: Pair) -> None:
+    client, peer = await pair()
+    items, task, request = await attach(client, peer)
+    out, err = request["streams"]["stdout"], request["streams"]["stderr"]
+    await peer.send(protocol.data_frame(out, 0, 5, b"abc") + protocol.data_frame(err, 0, 6, b"E"))
+    await peer.send(protocol.data_frame(out, 3, 7, b"def"))
+    await peer.send(
+        protocol.control(
+            protocol.EVENT, {"event": "ended", "attach": request["attach"], "status": ended("exe_1", 6, 1)}
+        )
+    )
+    await task
+    got = [items.get_nowait() for _ in range(items.qsize())]
+    assert got[:-1] == [Data("stdout", 0, b"abc", 5), Data("stderr", 0, b"E", 6), Data("stdout", 3, b"def", 7)]
+    assert isinstance(got[-1], Ended)
+    acks = [protocol.split_ack((await peer.frame())[1]) for _ in range(2)]
+    assert sorted(acks) == sorted([(out, 6), (err, 1)])
+
+
+async def test_what_was_not_taken_is_not_acknowledged(pair: Pair) -> None:
+    client, peer = await pair()
+    stream = client.attach("exe_1")
+    first = asyncio.create_task(anext(stream))
+    request = await peer.request()
+    await peer.answer(request, running("exe_1"))
+    for n in range(20):
+        await peer.send(protocol.data_frame(request["streams"]["stdout"], n * 65536, n, bytes(65536)))
+    await first
+    acked = 0
+    for _ in range(3):
+        await anext(stream)
+        kind, payload = await peer.frame()
+        assert kind == protocol.ACK
+        acked = protocol.split_ack(payload)[1]
+    assert acked == 3 * 65536
+    await stream.aclose()
+
+
+async def test_a_follower_that_leaves_detaches_and_late_output_is_dropped(pair: Pair) -> None:
+    client, peer = await pair()
+    stream = client.attach("exe_1")
+    first = asyncio.create_task(anext(stream))
+    request = await peer.request()
+    await peer.answer(request, running("exe_1"))
+    out = request["streams"]["stdout"]
+    await peer.send(protocol.data_frame(out, 0, 0, b"x"))
+    await first
+    await stream.aclose()
+    detach = await peer.request()
+    assert (detach["op"], detach["attach"]) == ("exec.detach", request["attach"])
+    await peer.send(protocol.data_frame(out, 1, 0, b"late"))
+    await peer.answer(detach, {})
+    ping = asyncio.create_task(client.ping())
+    await peer.answer(await peer.request(), {})
+    await ping
+    await peer.send(protocol.data_frame(out, 5, 0, b"too late"))
+    await lost(client)
+
+
+async def test_tiny_frames_are_merged_while_the_consumer_is_slow(pair: Pair) -> None:
+    client, peer = await pair(ChannelLimits(frames_per_s=1e9))
+    stream = client.attach("exe_1")
+    first = asyncio.create_task(anext(stream))
+    request = await peer.request()
+    await peer.answer(request, running("exe_1"))
+    out = request["streams"]["stdout"]
+    count = 200_000
+    await peer.send(protocol.data_frame(out, 0, 0, b"a"))
+    await first
+    for begin in range(1, count, 5000):
+        end = min(count, begin + 5000)
+        await peer.send(b"".join(protocol.data_frame(out, n, n, b"a") for n in range(begin, end)))
+    status = ended("exe_1", count)
+    await peer.send(protocol.control(protocol.EVENT, {"event": "ended", "attach": request["attach"], "status": status}))
+    rest = [item async for item in stream]
+    assert sum(len(i.data) for i in rest[:-1]) == count - 1
+    assert len(rest) < 2000
+
+
+async def test_a_cancelled_request_loses_only_its_answer(pair: Pair) -> None:
+    client, peer = await pair()
+    task = asyncio.create_task(client.ping())
+    request = await peer.request()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await peer.answer(request, {})
+    again = asyncio.create_task(client.ping())
+    await peer.answer(await peer.request(), {})
+    assert await again >= 0
+    await peer.answer(request, {})
+    await lost(client)
+
+
+async def test_silence_ends_requests_connects_and_followers(pair: Pair) -> None:
+    client, peer = await pair(QUICK)
+    with pytest.raises(CorralError) as caught:
+        await client.ping()
+    assert caught.value.code == "guest_lost" and client.closed.is_set()
+
+    client, peer = await pair(QUICK)
+    _, task, _ = await attach(client, peer)
+    with pytest.raises(CorralError) as caught:
+        await asyncio.wait_for(task, 20)
+    assert caught.value.code == "guest_lost"
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with pytest.raises(CorralError) as caught:
+        await GuestClient.connect(ours, limits=QUICK)
+    assert caught.value.code == "guest_lost"
+    theirs.close()
+
+
+async def test_a_guest_that_does_not_read_is_lost(pair: Pair) -> None:
+    client, _peer = await pair(ChannelLimits(max_buffer=1 << 20))
+    spec = {"exec_id": "exe_1", "argv": ["x" * 400_000]}
+    tasks = [asyncio.create_task(client.start_exec(spec, fence=FENCE)) for _ in range(8)]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {getattr(r, "code", None) for r in results} == {"guest_lost"}
+
+
+async def test_the_end_of_the_connection_ends_every_waiter(pair: Pair) -> None:
+    client, peer = await pair()
+    _, follower, _ = await attach(client, peer)
+    waiting = asyncio.create_task(client.ping())
+    await peer.request()
+    peer.sock.shutdown(socket.SHUT_RDWR)
+    results = await asyncio.gather(follower, waiting, return_exceptions=True)
+    assert [getattr(r, "code", None) for r in results] == ["guest_lost", "guest_lost"]
+    await lost(client)
+
+
+async def test_close_is_idempotent_and_leaves_no_task(pair: Pair) -> None:
+    client, peer = await pair()
+    _, follower, _ = await attach(client, peer)
+    await client.close()
+    await client.close()
+    assert isinstance((await asyncio.gather(follower, return_exceptions=True))[0], CorralError)
+    assert not client._tasks
+
+
+async def test_a_connector_that_fails_is_a_lost_guest() -> None:
+    async def refuse() -> socket.socket:
+        raise ConnectionRefusedError("no")
+
+    with pytest.raises(CorralError) as caught:
+        await GuestClient.connect(refuse)
+    assert caught.value.code == "guest_lost"
