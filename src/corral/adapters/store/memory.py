@@ -196,7 +196,7 @@ class MemoryStore:
         def work() -> tuple[RunRecord, bool]:
             known = self._claim_key(idempotency, run.run_id)
             if known is not None:
-                return RUN.from_row(self._runs[known]), False
+                return RUN.from_row(self._get(self._runs, RUN, known)), False
             self._insert(self._runs, RUN, row)
             self._append(self._audit, "audit_id", audit_row)
             return RUN.from_row(row), True
@@ -269,7 +269,7 @@ class MemoryStore:
         def work() -> tuple[SandboxRecord, bool]:
             known = self._claim_key(idempotency, sandbox.sandbox_id)
             if known is not None:
-                return SANDBOX.from_row(self._sandboxes[known]), False
+                return SANDBOX.from_row(self._get(self._sandboxes, SANDBOX, known)), False
             self._insert(self._sandboxes, SANDBOX, row)
             lease = LeaseRecord(sandbox.sandbox_id, None, 0, self._now, self._now, self._now)
             self._put(self._leases, sandbox.sandbox_id, LEASE.encode(lease))
@@ -452,7 +452,7 @@ class MemoryStore:
                 raise not_found("sandbox", record.sandbox_id)
             known = self._claim_key(idempotency, record.exec_id)
             if known is not None:
-                return EXEC.from_row(self._execs[known]), False
+                return EXEC.from_row(self._get(self._execs, EXEC, known)), False
             self._check_fence(sandbox, lease, fence)
             new: Row = {**row, "state": "starting", "incarnation": fence.incarnation, "lease_version": fence.token}
             self._insert(self._execs, EXEC, new)
