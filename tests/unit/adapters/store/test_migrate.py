@@ -28,7 +28,27 @@ COLUMNS = {
     "sandbox_allocation": "task_id planner_input_hash recommended_class actual_class reason confidence cpu memory"
     " duration peak_cpu peak_memory oom",
 }
-TABLES = ["run", "exec", "instance", "sandbox_command", "snapshot", "layer", "template", "workspace", "pool", "node", "tenant", "user", "api_key", "secret", "reservation", "idempotency_key", "audit", "artifact", "usage"]
+TABLES = [
+    "run",
+    "exec",
+    "instance",
+    "sandbox_command",
+    "snapshot",
+    "layer",
+    "template",
+    "workspace",
+    "pool",
+    "node",
+    "tenant",
+    "user",
+    "api_key",
+    "secret",
+    "reservation",
+    "idempotency_key",
+    "audit",
+    "artifact",
+    "usage",
+]
 
 
 @pytest.fixture(scope="module")
