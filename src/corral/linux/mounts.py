@@ -14,10 +14,14 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from corral.linux import userns
+
+T = TypeVar("T")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -29,6 +33,7 @@ _AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
 _AT_RECURSIVE = 0x8000
 _CLONE = 1
+_CLONE_NEWNS = 0x20000
 _CLOEXEC = os.O_CLOEXEC
 _MOVE_F_EMPTY_PATH = 4
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
@@ -68,11 +73,16 @@ def bind(
     nosuid: bool = True,
     nodev: bool = True,
     recursive: bool = False,
+    private: bool = True,
 ) -> None:
-    """Show the tree `source` at `target` too. Mounts below `source` stay out unless `recursive`."""
+    """Show the tree `source` at `target` too. Mounts below `source` stay out unless `recursive`.
+
+    With `private=False` the copy goes on receiving what is mounted below a shared `source` later.
+    """
     with _clone(source, recursive) as tree:
-        _set_attributes(tree, _flags(read_only, nosuid, nodev), source, recursive=recursive)
-        attach(tree, target)
+        flags = _flags(read_only, nosuid, nodev)
+        _set_attributes(tree, flags, source, recursive=recursive, propagation=_MS_PRIVATE if private else 0)
+        attach(tree, target, private=private)
 
 
 def idmapped_bind(
@@ -167,11 +177,12 @@ def set_idmap(mount_fd: int, userns_fd: int) -> None:
     _set_attributes(mount_fd, 0, "detached mount", userns_fd=userns_fd)
 
 
-def attach(mount_fd: int, target: str) -> None:
-    """Make a detached mount visible at `target`, private."""
+def attach(mount_fd: int, target: str, *, private: bool = True) -> None:
+    """Make a detached mount visible at `target`, private unless told otherwise."""
     if _syscall(_MOVE_MOUNT, mount_fd, b"", _AT_FDCWD, os.fsencode(target), _MOVE_F_EMPTY_PATH) < 0:
         raise _fail("move_mount", target)
-    make_private(target)  # a mount attached below a shared one becomes shared
+    if private:
+        make_private(target)  # a mount attached below a shared one becomes shared
 
 
 def umount(target: str, *, detach: bool = False) -> None:
@@ -194,6 +205,31 @@ def make_slave(path: str, *, recursive: bool = False) -> None:
 def make_shared(path: str, *, recursive: bool = False) -> None:
     """Spread mounts made below `path` to copies made from now on. Make it private first, or older copies see them too."""
     _propagation(path, _MS_SHARED, recursive)
+
+
+def in_own_namespace(work: Callable[[], T]) -> T:
+    """Run `work` in a thread with a mount namespace of its own, a slave of ours; what it mounts or takes away only it sees.
+
+    Processes that `work` starts live in that namespace; it ends with the last of them.
+    """
+    answer: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            if _libc.unshare(_CLONE_NEWNS) < 0:
+                raise _fail("unshare", "mount namespace")
+            make_slave("/", recursive=True)
+            answer.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="own-namespace")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return answer[0]
 
 
 def mounts_below(prefix: str) -> list[str]:
@@ -298,10 +334,18 @@ def _clone(source: str, recursive: bool) -> Iterator[int]:
         os.close(tree)
 
 
-def _set_attributes(tree: int, flags: int, path: str, *, userns_fd: int | None = None, recursive: bool = False) -> None:
+def _set_attributes(
+    tree: int,
+    flags: int,
+    path: str,
+    *,
+    userns_fd: int | None = None,
+    recursive: bool = False,
+    propagation: int = _MS_PRIVATE,
+) -> None:
     if userns_fd is not None:
         flags |= _ATTR_IDMAP
-    attributes = _MountAttr(flags, 0, _MS_PRIVATE, 0 if userns_fd is None else userns_fd)
+    attributes = _MountAttr(flags, 0, propagation, 0 if userns_fd is None else userns_fd)
     how = _AT_EMPTY_PATH | (_AT_RECURSIVE if recursive else 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     if _syscall(_MOUNT_SETATTR, tree, b"", how, ctypes.byref(attributes), size) < 0:

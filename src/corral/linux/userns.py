@@ -22,7 +22,9 @@ from corral.errors import CorralError
 SIZE = 65536
 """Host ids per sandbox."""
 
-_RUN = "/run/corral"
+RUN = "/run/corral"
+"""What installations on this host share until the next boot."""
+
 _BLOCK = 256 * SIZE
 _FLOOR = 1 << 28  # above what distributions, login ids and directory services hand out
 _CEILING = (1 << 31) - SIZE  # tools that keep ids in a signed int exist
@@ -37,7 +39,7 @@ class SubordinateRange:
         *,
         state_dir: str,
         configured: tuple[int, int] | None = None,
-        run_dir: str = _RUN,
+        run_dir: str = RUN,
     ) -> None:
         """`configured` = (first id, count) from the configuration; else a free block is claimed at the first allocation."""
         self._installation = installation_id

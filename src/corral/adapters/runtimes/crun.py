@@ -2,13 +2,13 @@
 
 What is made for an instance, and where a later process finds it (everything derives from the directory and the instance id):
 
-* `DIRECTORY/disk.img`, `disk` (mount), `root` (id-mapped mount of the base), `config.json`, `crun.pid`,
-  `launch.log`, `instance.json`;
+* `DIRECTORY/m`, a mount of itself, with `disk.img`, `disk` (mount), `root` and `corral` (id-mapped mounts of base and interpreter);
+  beside it `config.json`, `crun.pid`, `launch.log`, `instance.json`;
 * the control group `corral/<installation>/<instance>`; crun's own record `STATE/node/crun/<instance>`; a range of host ids.
 
-The launcher is one process that becomes the next, `sh -> unshare -> sh -> crun`. It holds an exclusive lock on `launch.log` until
-it has entered the groups; from then on the groups name it. So at each moment a later process sees whether somebody may still be
-starting. Output of crun and of the guest goes to `disk/guest.log`.
+The launcher, a shell that becomes crun, runs in a mount namespace of its own. It holds an exclusive lock on `launch.log` until it
+is crun, and has entered the groups by then; so at each moment a later process sees whether somebody may still be starting. Output
+of crun and of the guest goes to `disk/guest.log`.
 """
 
 from __future__ import annotations
@@ -44,18 +44,21 @@ _START_S = 20.0
 _STOP_S = 20.0
 _CONTROL_FD = 3
 _LOCK = "launch.log"
+_PLACE = "m"
+
+_VIEW = f"{userns.RUN}/i"
 
 # Enters the groups, which costs a wait of the kernel's, while the disk is being made; goes on when told to, ends when we end.
+# crun refuses a host that shows it v1 controllers and a v2 hierarchy: the latter leaves its private view.
 # The socket comes as standard output, so that it alone becomes descriptor 3, which is what --preserve-fds demands.
 _ENTER = """
-log=$1 count=$2
-shift 2
+log=$1 hide=$2 count=$3
+shift 3
 while [ "$count" -gt 0 ]; do echo 0 >"$1" || exit 90; shift; count=$((count - 1)); done
-read -r go || exit 91
+[ -z "$hide" ] || umount "$hide" || exit 91
+read -r go || exit 92
 exec "$@" 3>&1 </dev/null >>"$log" 2>&1
 """
-# crun refuses a host that shows it v1 controllers and a v2 hierarchy: the latter leaves its private view.
-_HIDE = 'umount "$1" || exit 92; shift; exec "$@"'
 
 
 class CrunRuntime:
@@ -126,7 +129,7 @@ class CrunRuntime:
             earlier = _read_record(spec.directory, spec.instance_id)
             if earlier is not None and (init := _init(earlier)) is not None and process.is_alive(init):
                 return _instance(earlier)
-            unused = self._ids.find(spec.instance_id) is None and not os.path.lexists(f"{spec.directory}/disk.img")
+            unused = self._ids.find(spec.instance_id) is None and not os.path.lexists(f"{spec.directory}/{_PLACE}")
             if not unused and (left := self._clear(self.partial_ref(spec.directory, spec.instance_id), [])):
                 raise CorralError("infra_error", f"an earlier attempt could not be removed: {', '.join(left)}")
             try:
@@ -147,20 +150,24 @@ class CrunRuntime:
         faults.point("runtime.create.cgroup")
         clock.lap("groups")
         os.makedirs(self._records, 0o700, exist_ok=True)
+        place = f"{spec.directory}/{_PLACE}"
+        os.makedirs(place, 0o711)
+        # Shared, so that what is mounted here appears in the launcher's namespace too; private first, so that nobody else sees it.
+        mounts.bind(place, place, read_only=False)
+        mounts.make_shared(place)
+        faults.point("runtime.create.place")
         launcher = _Launcher(spec.directory, self._command(spec, group), control)
         try:
             faults.point("runtime.create.launching")
             clock.lap("launcher")
-            tree = self._make_disk(spec, base, clock)
-            root = f"{spec.directory}/root"
-            self._show_base(spec.rootfs, root, base)
+            tree = self._make_disk(spec, place, base, clock)
+            self._show_base(spec, place, base)
             faults.point("runtime.create.root")
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             files = max(4096, spec.limits.open_files)
             configuration = oci.configuration(
                 spec,
-                root=root,
-                disk=tree.path,
+                view=_VIEW,
                 base_uid=base,
                 open_files=files if hard == resource.RLIM_INFINITY else min(files, hard),
                 control_fd=_CONTROL_FD,
@@ -180,41 +187,42 @@ class CrunRuntime:
             "tree": {"path": tree.path, "uid": tree.uid, "gid": tree.gid},
             "disk_bytes": spec.limits.disk_bytes,
             "one_uid": base is None,
+            "held": sorted(group.held),
             "phases": clock.phases,
         }
         _write_json(f"{spec.directory}/instance.json", data)
         faults.point("runtime.create.recorded")
         return _instance(InstanceRef(self.name, spec.instance_id, spec.directory, data))
 
-    def _make_disk(self, spec: InstanceSpec, base: int | None, clock: _Phases) -> HostTree:
+    def _make_disk(self, spec: InstanceSpec, place: str, base: int | None, clock: _Phases) -> HostTree:
         inside = oci.SANDBOX_UID
         limits = spec.limits
         if base is not None and mounts.idmap_supported(spec.rootfs):
             namespace = self._namespace(base)
             clock.lap("ids")
-            tree = disk.prepare(spec.directory, limits.disk_bytes, limits.inodes, inside, inside, idmap_fd=namespace)
+            tree = disk.prepare(place, limits.disk_bytes, limits.inodes, inside, inside, idmap_fd=namespace)
         else:
             owner = inside + (base or 0)
-            tree = disk.prepare(spec.directory, limits.disk_bytes, limits.inodes, owner, owner)
+            tree = disk.prepare(place, limits.disk_bytes, limits.inodes, owner, owner)
         clock.lap("disk")
         return tree
 
-    def _show_base(self, rootfs: str, root: str, base: int | None) -> None:
-        """The base at `root`, read-only; its root's files are root's inside where the kernel can map ids."""
-        os.makedirs(root, exist_ok=True)
-        if base is not None and mounts.idmap_supported(rootfs):
-            mounts.idmapped_bind(rootfs, root, self._namespace(base))
-        else:
-            mounts.bind(rootfs, root, read_only=True)
+    def _show_base(self, spec: InstanceSpec, place: str, base: int | None) -> None:
+        """Base and interpreter, read-only; root's files are root's inside where the kernel can map ids."""
+        for source, name in ((spec.rootfs, "root"), (spec.interpreter, "corral")):
+            target = f"{place}/{name}"
+            os.makedirs(target, exist_ok=True)
+            if base is not None and mounts.idmap_supported(source):
+                mounts.idmapped_bind(source, target, self._namespace(base))
+            else:
+                mounts.bind(source, target, read_only=True)
 
     def _command(self, spec: InstanceSpec, group: Cgroup) -> list[str]:
         crun = [_find_crun(), "--root", self._records, "--cgroup-manager", "disabled"]
         crun += ["run", "--detach", "--preserve-fds", "1", "--bundle", spec.directory]
         crun += ["--pid-file", f"{spec.directory}/crun.pid", spec.instance_id]
-        if hide := _unused_v2():
-            crun = ["unshare", "--mount", "--propagation", "slave", "--", "sh", "-c", _HIDE, "sh", hide, *crun]
         files = group.procs_files
-        return ["sh", "-c", _ENTER, "sh", f"{spec.directory}/disk/{disk.LOG}", str(len(files)), *files, *crun]
+        return ["sh", "-c", _ENTER, "sh", f"{_VIEW}/disk/{disk.LOG}", _unused_v2(), str(len(files)), *files, *crun]
 
     def _find_init(self, spec: InstanceSpec, group: Cgroup) -> ProcessRef:
         with open(f"{spec.directory}/crun.pid", encoding="ascii") as file:
@@ -232,7 +240,7 @@ class CrunRuntime:
         free: int | None = None
         inodes: int | None = None
         try:
-            free, inodes = disk.free(ref.directory)
+            free, inodes = disk.free(f"{ref.directory}/{_PLACE}")
         except OSError:
             pass
         return Stats(
@@ -301,8 +309,9 @@ class CrunRuntime:
         left += [f"cgroup {path}" for path in self._group(ref.instance_id).remove()]
         faults.point("runtime.destroy.cgroup")
         clock.lap("cgroup")
-        left += [f"disk {name}" for name in disk.discard(ref.directory)]
-        left += [f"mount {point}" for point in mounts.umount_below(ref.directory)]
+        place = f"{ref.directory}/{_PLACE}"
+        left += [f"disk {name}" for name in disk.discard(place)]
+        left += [f"mount {point}" for point in mounts.umount_below(place)]
         left += [f"loop device {device}" for device in disk.stray_loops(ref.directory)]
         clock.lap("disk")
         faults.point("runtime.destroy.disk")
@@ -312,6 +321,7 @@ class CrunRuntime:
             except FileNotFoundError:
                 pass
         if not left:
+            disk.remove_tree(place)
             self._ids.release(ref.instance_id)
         notes.append(", ".join(f"{name} {ms} ms" for name, ms in clock.phases.items()))
         return left
@@ -351,7 +361,6 @@ class CrunRuntime:
         directory, rootfs = f"{place}/i", f"{place}/root"
         ref = self.partial_ref(directory, instance_id)
         try:
-            os.chmod(place, 0o711)  # noqa: S103 - crun passes through as a user of the range
             os.mkdir(directory, 0o711)
             _probe_tree(rootfs)
             limits = Limits(memory_bytes=64 * MIB, pids=16, disk_bytes=4 * MIB, inodes=64, tmp_bytes=MIB)
@@ -372,12 +381,12 @@ class CrunRuntime:
 
     def _seen(self, instance: Instance, limits: Limits) -> LimitModes:
         group = self._group(instance.ref.instance_id)
-        free, inodes = disk.free(instance.ref.directory)
+        free, inodes = disk.free(f"{instance.ref.directory}/{_PLACE}")
         init = _init(instance.ref)
         assert init is not None
         with open(f"/proc/{init.pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             tmp = any(" /tmp " in line and f"size={limits.tmp_bytes // 1024}k" in line for line in file)
-        held = group.held if group.procs() == [init.pid] else frozenset()
+        held = instance.ref.data["held"] if init.pid in group.procs() else []
         return LimitModes(
             memory="enforced" if "memory" in held else "absent",
             cpu="enforced" if "cpu" in held else "absent",
@@ -422,17 +431,24 @@ class _Launcher:
         log = os.open(f"{directory}/{_LOCK}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=control.fileno(),
-                stderr=log,
-                env={"PATH": _PATH},
-                cwd="/",
-                start_new_session=True,
-            )
+            self._process = mounts.in_own_namespace(lambda: self._start(command, control.fileno(), log))
         finally:
             os.close(log)
+
+    def _start(self, command: list[str], control: int, log: int) -> subprocess.Popen[bytes]:
+        # crun acts as root of the user namespace, who may not pass through a state directory that is closed to others:
+        # it finds everything at one open place, which in this namespace is this instance's.
+        os.makedirs(_VIEW, exist_ok=True)
+        mounts.bind(f"{self._directory}/{_PLACE}", _VIEW, read_only=False, recursive=True, private=False)
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=control,
+            stderr=log,
+            env={"PATH": _PATH},
+            cwd="/",
+            start_new_session=True,
+        )
 
     def go(self) -> None:
         """Let it start the container, and wait until that is done."""
@@ -525,7 +541,7 @@ def _locked(path: str) -> bool:
 def _said(directory: str, size: int = 2000) -> str:
     """The end of what launcher, crun and guest wrote."""
     found = []
-    for name in (_LOCK, f"disk/{disk.LOG}"):
+    for name in (_LOCK, f"{_PLACE}/disk/{disk.LOG}"):
         try:
             with open(f"{directory}/{name}", "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - size))

@@ -63,13 +63,12 @@ class TmpfsSizes:
 def configuration(
     spec: InstanceSpec,
     *,
-    root: str,
-    disk: str,
+    view: str,
     base_uid: int | None,
     open_files: int,
     control_fd: int,
 ) -> dict[str, Any]:
-    """The whole `config.json`. `base_uid` is the first host id of the user namespace, None for none (then one id inside)."""
+    """The whole `config.json`. `view` holds `root`, `disk` and `corral` (the interpreter) where the runtime sees them; `base_uid` is the first host id of the user namespace, None for none (then one id inside)."""
     one_uid = base_uid is None
     capabilities = ["CAP_KILL"] if one_uid else list(GUEST_CAPABILITIES)
     linux: dict[str, Any] = {
@@ -89,7 +88,7 @@ def configuration(
     return {
         "ociVersion": "1.0.2",
         "hostname": spec.hostname,
-        "root": {"path": root, "readonly": True},
+        "root": {"path": f"{view}/root", "readonly": True},
         "process": {
             "terminal": False,
             "user": {"uid": uid, "gid": uid, "umask": 0o022},
@@ -109,12 +108,12 @@ def configuration(
                 {"type": "RLIMIT_CORE", "hard": 0, "soft": 0},
             ],
         },
-        "mounts": _mounts(spec, disk),
+        "mounts": _mounts(spec, view),
         "linux": linux,
     }
 
 
-def _mounts(spec: InstanceSpec, disk: str) -> list[dict[str, Any]]:
+def _mounts(spec: InstanceSpec, view: str) -> list[dict[str, Any]]:
     sizes = TmpfsSizes.of(spec.limits)
     owner = (f"uid={SANDBOX_UID}", f"gid={SANDBOX_UID}")
     return [
@@ -136,10 +135,10 @@ def _mounts(spec: InstanceSpec, disk: str) -> list[dict[str, Any]]:
         _tmpfs("/tmp", sizes.tmp, sizes.tmp // 4096, "nodev"),  # noqa: S108
         _tmpfs("/run", sizes.run, 256, "nodev", mode="755"),
         _tmpfs("/run/user/1000", sizes.user, 1024, "nodev", *owner, mode="700"),
-        _bind(spec.interpreter, "/.corral", "ro"),
-        _bind(f"{disk}/workspace", "/workspace", "rw"),
-        _bind(f"{disk}/home", "/home/sandbox", "rw"),
-        _bind(f"{disk}/var_tmp", "/var/tmp", "rw"),  # noqa: S108
+        _bind(f"{view}/corral", "/.corral", "ro"),
+        _bind(f"{view}/disk/workspace", "/workspace", "rw"),
+        _bind(f"{view}/disk/home", "/home/sandbox", "rw"),
+        _bind(f"{view}/disk/var_tmp", "/var/tmp", "rw"),  # noqa: S108
     ]
 
 
