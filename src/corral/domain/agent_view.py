@@ -42,7 +42,8 @@ def render(
 ) -> str:
     """The view of one result. `..._head` and `..._omitted`: where and how many bytes were dropped before (see a result's streams)."""
     ended = f"[{reason}" + (f", exit code {exit_code}]" if exit_code is not None else "]")
-    footer = f"{ended} {hint}" if hint else ended
+    # A hint may name what the caller gave, a program for one; it is read by the same model.
+    footer = f"{ended} {_plain(hint.encode('utf-8', 'replace'))}" if hint else ended
     budget = max(0, budget_chars)
     if len(footer) >= budget:
         return footer[:budget] if budget < 2 else (footer if len(footer) == budget else footer[: budget - 1] + "…")
