@@ -330,6 +330,7 @@ async def probe_is_truthful(bench: Bench) -> None:
     assert info.name == bench.runtime.name and info.version and info.reason is None and 0 <= info.security_level <= 3
     async with bench.box() as box:
         assert box.instance.same_uid != info.capabilities.get("two_uids", False)
+        assert await box.alive()
         stats = await bench.runtime.stats(box.ref)
         grouped = info.capabilities.get("cgroup", False)
         if not bench.config.scripted:
@@ -788,6 +789,20 @@ async def cpu_is_enforced(bench: Bench) -> None:
 async def hostile_exec_is_refused(bench: Bench) -> None:
     """Reading, tracing, stopping or killing the guest and the supervisor, and every door to more rights."""
     async with bench.box() as box:
+        answers = (await box.python(attacks.HOSTILE)).json()
+        opened = {name: answer for name, answer in answers.items() if answer == "done"}
+        assert not opened, opened
+        assert await box.alive()
+
+
+@_check
+async def hostile_exec_is_refused_with_one_uid(bench: Bench) -> None:
+    """Guest and execs share a uid: the guest's own measures must hold."""
+    if not (await bench.info()).capabilities.get("one_uid", False):
+        raise NotApplicable("guest and execs never share a uid")
+    async with bench.box(unsafe=frozenset({"unsafe_one_uid"})) as box:
+        if not box.instance.same_uid:
+            raise NotApplicable("the runtime has no way with one uid")
         answers = (await box.python(attacks.HOSTILE)).json()
         opened = {name: answer for name, answer in answers.items() if answer == "done"}
         assert not opened, opened

