@@ -105,15 +105,15 @@ def discard(directory: str, *, timeout_s: float = 5.0) -> list[str]:
             _forget_dirty_data(point)
         left = mounts.umount_below(point)
         if not left:
-            left = [f"{device} ({file})" for device, file in mounts.loops_below(image).items()]
-            for device in mounts.loops_below(image):
+            left = list(mounts.loops_below(image))
+            for device in left:
                 mounts.free_loop(device)
         if not left or time.monotonic() > end:
             break
         time.sleep(pause)
         pause = min(0.05, pause * 2)
     if left:
-        return left
+        return [_with_holder(name) for name in left]
     try:
         os.unlink(image)
     except FileNotFoundError:
@@ -201,6 +201,22 @@ def _limit_exactly(mount: int, size_bytes: int) -> None:
             os.posix_fallocate(fd, 0, surplus // _BLOCK * _BLOCK)
         finally:
             os.close(fd)
+
+
+def _with_holder(name: str) -> str:
+    """A device that stays busy, with a process whose mount namespace was copied while the disk was there and still has it."""
+    if not name.startswith("/dev/"):
+        return name
+    number = os.stat(name).st_rdev
+    mark = f" {os.major(number)}:{os.minor(number)} ".encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/mountinfo", "rb") as table:
+                if mark in table.read():
+                    return f"{name} (held by the mount namespace of process {pid})"
+        except OSError:
+            continue
+    return name
 
 
 def _forget_dirty_data(point: str) -> None:

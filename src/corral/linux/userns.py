@@ -50,8 +50,11 @@ class SubordinateRange:
 
     def allocate(self, instance_id: str) -> int:
         """The first host id of the instance's own 65536; the same answer again until `release`."""
-        first, count = self.claim()
+        self.claim()
         with self._lock():
+            # Somebody who needed room may have taken a block of which nothing was in use.
+            first, count = self._current() or self._claim_locked()
+            self._block = first, count
             taken = self._records()
             if instance_id in taken:
                 return first + taken[instance_id] * SIZE
@@ -68,19 +71,16 @@ class SubordinateRange:
 
     def find(self, instance_id: str) -> int | None:
         """The first host id that the instance holds, or None."""
-        block = self._block or self._claimed()
+        block = self._current()
         if block is None:
             return None
-        self._block = block
         index = self._records().get(instance_id)
         return None if index is None else block[0] + index * SIZE
 
     def release(self, instance_id: str) -> None:
         """Give the sub-range back. Only when no process and no mount uses it any more. Idempotent."""
-        block = self._block or self._claimed()
-        if block is None:
+        if self._current() is None:
             return
-        self._block = block
         with self._lock():
             index = self._records().get(instance_id)
             if index is not None:
@@ -88,10 +88,9 @@ class SubordinateRange:
 
     def allocated(self) -> dict[str, int]:
         """Every instance id that holds a sub-range -> its first host id."""
-        block = self._block or self._claimed()
+        block = self._current()
         if block is None:
             return {}
-        self._block = block
         return {name: block[0] + index * SIZE for name, index in self._records().items()}
 
     def claim(self) -> tuple[int, int]:
@@ -100,22 +99,39 @@ class SubordinateRange:
             return self._block
         os.makedirs(self._run, 0o755, exist_ok=True)
         with self._lock():
-            block = self._claimed()
-            if block is None:
-                block = self._checked(self._configured) if self._configured else self._free_block()
-                self._write_claim(block)
-            elif self._configured and block != self._configured:
-                if self._entries(block):
-                    raise CorralError(
-                        "infra_error",
-                        f"subuid_range was changed while sandboxes of the range {block[0]}+{block[1]} are alive",
-                        hint="end them first",
-                    )
-                self._drop_claim(block)
-                block = self._checked(self._configured)
-                self._write_claim(block)
-        self._block = block
+            self._block = self._claim_locked()
+        return self._block
+
+    def _claim_locked(self) -> tuple[int, int]:
+        block = self._claimed()
+        if block is not None and self._configured and block != self._configured:
+            if self._entries(block):
+                raise CorralError(
+                    "infra_error",
+                    f"subuid_range was changed while sandboxes of the range {block[0]}+{block[1]} are alive",
+                    hint="end them first",
+                )
+            self._drop_claim(block)
+            block = None
+        if block is None:
+            block = self._checked(self._configured) if self._configured else self._free_block()
+            self._write_claim(block)
         return block
+
+    def _current(self) -> tuple[int, int] | None:
+        if self._block is None or not self._owns(self._block):
+            self._block = self._claimed()
+        return self._block
+
+    def _owns(self, block: tuple[int, int]) -> bool:
+        return self._owner(block).get("installation") == self._installation
+
+    def _owner(self, block: tuple[int, int]) -> dict[str, str]:
+        try:
+            with open(f"{self._directory(block)}/owner", encoding="utf-8", errors="surrogateescape") as file:
+                return dict(json.load(file))
+        except (OSError, ValueError):
+            return {}
 
     def _checked(self, block: tuple[int, int]) -> tuple[int, int]:
         first, count = block
@@ -141,22 +157,28 @@ class SubordinateRange:
     def _free_block(self) -> tuple[int, int]:
         floor = max([_FLOOR, *(end for path in ("/etc/subuid", "/etc/subgid") for end in _ends(path))])
         first = -(-floor // SIZE) * SIZE
-        for block, text in sorted(self._claims().items()):
+        claims = sorted(self._claims().items())
+        for block, owner in claims:
             if first + _BLOCK <= block[0]:
                 break
             if block[0] + block[1] <= first:
                 continue
-            if self._stale(block, text):
+            if self._stale(block, owner):
                 self._drop_claim(block)
             else:
                 first = block[0] + block[1]
-        if first + _BLOCK > _CEILING:
-            raise CorralError("infra_error", "no free block of host user ids is left", hint="set subuid_range")
-        return first, _BLOCK
+        if first + _BLOCK <= _CEILING:
+            return first, _BLOCK
+        # Full of installations that are still on disk: one of which nothing is in use will claim anew when it needs to.
+        for block, _ in claims:
+            if block[1] == _BLOCK and floor <= block[0] and not self._entries(block) and not processes_of(*block):
+                self._drop_claim(block)
+                return block
+        raise CorralError("infra_error", "no free block of host user ids is left", hint="set subuid_range")
 
     def _stale(self, block: tuple[int, int], claim: dict[str, str]) -> bool:
         """A claim whose installation was deleted from disk, and none of whose ids runs anything."""
-        if os.path.lexists(claim.get("state_dir", "/")):
+        if claim and os.path.lexists(claim["state_dir"]):  # without an owner: its removal was interrupted
             return False
         return not processes_of(block[0], block[1])
 
@@ -165,11 +187,8 @@ class SubordinateRange:
         for name in _listdir(self._run):
             first, plus, count = name.partition("+")
             if plus and first.isdigit() and count.isdigit():
-                try:
-                    with open(f"{self._run}/{name}/owner", encoding="utf-8", errors="surrogateescape") as file:
-                        found[int(first), int(count)] = dict(json.load(file))
-                except (OSError, ValueError):
-                    found[int(first), int(count)] = {}
+                block = int(first), int(count)
+                found[block] = self._owner(block)
         return found
 
     def _claimed(self) -> tuple[int, int] | None:

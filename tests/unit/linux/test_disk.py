@@ -148,6 +148,18 @@ class TestImage:
             assert len(left) == 1 and "/dev/loop" in left[0]
         assert disk.discard(place) == []
 
+    def test_who_holds_a_disk_in_another_mount_namespace_is_named(self, place: str) -> None:
+        disk.prepare(place, 4 * MIB, 100, 1000, 1000)
+        with subprocess.Popen(["unshare", "--mount", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdin is not None and other.stdout is not None
+            other.stdin.write(b".")
+            other.stdin.flush()
+            assert other.stdout.read(1) == b"."
+            left = disk.discard(place, timeout_s=0.1)
+            assert len(left) == 1 and "mount namespace of process" in left[0]
+            other.stdin.close()
+        assert disk.discard(place) == []
+
     def test_without_mkfs_the_error_names_the_package(self, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
         with pytest.raises(CorralError) as caught:

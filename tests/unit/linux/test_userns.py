@@ -109,6 +109,23 @@ def test_the_block_of_a_deleted_installation_is_given_out_again(tmp_path: Path) 
     assert installation(tmp_path, "c").claim() == block
 
 
+def test_when_room_runs_out_an_idle_block_moves_on_and_its_owner_gets_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(userns, "_FLOOR", 1 << 28)
+    monkeypatch.setattr(userns, "_CEILING", (1 << 28) + 2 * userns._BLOCK)
+    idle, used = installation(tmp_path, "a"), installation(tmp_path, "b")
+    block = idle.claim()
+    base = used.allocate("ins_1")
+    assert installation(tmp_path, "c").claim() == block
+    installation(tmp_path, "c").allocate("ins_2")
+    with pytest.raises(CorralError, match="no free block"):
+        idle.allocate("ins_3")
+    assert used.allocate("ins_1") == base
+    installation(tmp_path, "c").release("ins_2")
+    assert idle.allocate("ins_3") == block[0]
+
+
 class TestAsRoot:
     pytestmark = root
 
