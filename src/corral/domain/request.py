@@ -7,28 +7,35 @@ version cannot honour, named), `unknown_language`, `too_large`. Unknown members 
 
 from __future__ import annotations
 
-import base64
-import binascii
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from corral.domain.limits import KIB, MIB
-from corral.domain.quantities import format_bytes, parse_seconds, parse_size, shown
+from corral.domain.limits import MIB
+from corral.domain.quantities import format_bytes, parse_seconds, shown
 from corral.domain.runner import LANGUAGES, language_by_extension, language_by_first_line
+from corral.domain.values import (
+    MAX_PATH,
+    MAX_WORD,
+    MAX_WORDS,
+    MIN_MEMORY,
+    bytes_of,
+    cores,
+    count,
+    empty,
+    file_mode,
+    invalid,
+    is_number,
+    nearest,
+    pointer,
+    relative_path,
+    size_of,
+    utf8_of,
+)
 from corral.errors import CorralError
 
 MAX_CODE = MIB
-MIN_MEMORY = 16 * MIB
-"""Below this the program inside that serves a sandbox does not start."""
-MAX_PIDS = 4_194_304
-MAX_WORD = 128 * KIB - 1
-"""The kernel's own limit for one argument or environment entry."""
-MAX_WORDS = MIB
 MAX_FILES = 10_000
-MAX_PATH = 4095
-MAX_NAME = 255
 ISOLATIONS = ("standard", "strong")
 DEFAULT_OUTPUTS = ("/workspace/out/**",)
 DEFAULT_PTY = (24, 80)
@@ -256,76 +263,12 @@ def language_of(file_name: str, first_bytes: bytes) -> str:
     return language
 
 
-def pointer(*parts: str | int) -> str:
-    """The JSON pointer (RFC 6901) of a path of members and indexes, fit to be sent as text."""
-    escaped = (str(part).replace("~", "~0").replace("/", "~1") for part in parts)
-    return "".join(f"/{part[:200]}" for part in escaped).encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant, or None."""
-    import difflib  # only wanted for errors; start-up does without it
-
-    plain = word.replace("-", "_").lower()[:64]
-    names = sorted(known)
-    return plain if plain in names else next(iter(difflib.get_close_matches(plain, names, n=1, cutoff=0.6)), None)
-
-
-def _invalid(at: str, detail: str, hint: str | None = None) -> NoReturn:
-    raise CorralError("invalid_value", detail, hint=hint, field=at)
-
-
-def _empty(value: Any) -> bool:
-    """True for null and for what holds nothing: a field of a later version may be present like that."""
-    if isinstance(value, dict):
-        return all(item is None or item == [] or item == {} or item == "" for item in value.values())
-    return value is None or value is False or value == "" or value == []
-
-
-def _encoded(text: str, at: str) -> bytes:
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        _invalid(at, "the text holds half of a surrogate pair", "send valid Unicode; bytes go as base64")
-
-
-def _bytes_of(value: Any, at: str) -> bytes:
-    if not isinstance(value, str):
-        _invalid(at, f"base64 is text, not {shown(value)}")
-    try:
-        return base64.b64decode(value.encode("ascii"), validate=True)
-    except (binascii.Error, ValueError):
-        _invalid(at, "not valid base64", "use the standard alphabet with padding and without line breaks")
-
-
-def _path(value: Any, at: str) -> str:
-    """A relative path under /workspace, normalised: no empty or `.` parts left."""
-    if not isinstance(value, str):
-        _invalid(at, f"a path is text, not {shown(value)}")
-    size = len(_encoded(value, at))
-    if "\0" in value:
-        _invalid(at, "a path cannot hold a NUL character")
-    if value.startswith("/"):
-        inner = value.removeprefix("/workspace/")
-        hint = f"write {shown(inner)}" if inner != value else "only files under /workspace can be put"
-        _invalid(at, f"{shown(value)} is absolute; paths are relative to /workspace", hint)
-    parts = value.split("/")
-    if ".." in parts:
-        _invalid(at, f"{shown(value)} holds '..'; paths cannot leave /workspace")
-    kept = [part for part in parts if part not in ("", ".")]
-    if not kept or parts[-1] in ("", "."):
-        _invalid(at, f"{shown(value)} names no file")
-    if size > MAX_PATH or any(len(part.encode("utf-8", "surrogateescape")) > MAX_NAME for part in kept):
-        _invalid(at, f"a path has at most {MAX_PATH} bytes and each of its parts at most {MAX_NAME}")
-    return "/".join(kept)
-
-
 class _Fields:
     """One JSON object, read member by member; every method answers a checked value or raises with the member's pointer."""
 
     def __init__(self, doc: Any, known: frozenset[str], elsewhere: Mapping[str, str] | None = None) -> None:
         if not isinstance(doc, dict):
-            _invalid("", f"the request must be a JSON object, not {shown(doc)}")
+            invalid("", f"the request must be a JSON object, not {shown(doc)}")
         self.doc: dict[str, Any] = doc
         for name in doc:
             if name in known:
@@ -343,12 +286,12 @@ class _Fields:
             )
 
     def fail(self, name: str | int, detail: str, hint: str | None = None) -> NoReturn:
-        _invalid(pointer(name), detail, hint)
+        invalid(pointer(name), detail, hint)
 
     def refuse_later(self, *names: str) -> None:
         """Fields that a later version brings: nothing may be accepted and ignored."""
         for name in names:
-            if not _empty(self.doc.get(name)):
+            if not empty(self.doc.get(name)):
                 self.not_yet(name)
 
     def not_yet(self, name: str, detail: str | None = None) -> NoReturn:
@@ -364,7 +307,7 @@ class _Fields:
         """The one of `names` that is given."""
         given = [name for name in names if self.doc.get(name) is not None]
         if not given:
-            _invalid("", f"nothing to run: give exactly one of {', '.join(names)}")
+            invalid("", f"nothing to run: give exactly one of {', '.join(names)}")
         if len(given) > 1:
             self.fail(
                 given[1], f"{given[0]} and {given[1]} exclude each other", f"give exactly one of {', '.join(names)}"
@@ -375,7 +318,7 @@ class _Fields:
         value = self.doc["code"]
         if not isinstance(value, str):
             self.fail("code", f"code is text, not {shown(value)}")
-        size = len(_encoded(value, "/code"))
+        size = len(utf8_of(value, "/code"))
         if size > MAX_CODE:
             raise CorralError(
                 "too_large",
@@ -424,14 +367,12 @@ class _Fields:
 
     def _word(self, word: Any, at: str) -> int:
         if not isinstance(word, str):
-            _invalid(
-                at, f"an argument is text, not {shown(word)}", "write numbers as text" if _is_number(word) else None
-            )
+            invalid(at, f"an argument is text, not {shown(word)}", "write numbers as text" if is_number(word) else None)
         if "\0" in word:
-            _invalid(at, "an argument cannot hold a NUL character")
-        size = len(_encoded(word, at))
+            invalid(at, "an argument cannot hold a NUL character")
+        size = len(utf8_of(word, at))
         if size > MAX_WORD:
-            _invalid(at, f"an argument has {size} bytes; the kernel takes {MAX_WORD}", "pass data by stdin or files")
+            invalid(at, f"an argument has {size} bytes; the kernel takes {MAX_WORD}", "pass data by stdin or files")
         return size
 
     def argv(self, name: str, *, with_args: bool) -> tuple[str, ...]:
@@ -461,12 +402,12 @@ class _Fields:
         if text is not None and encoded is not None:
             self.fail("stdin_base64", "stdin and stdin_base64 exclude each other")
         if encoded is not None:
-            return _bytes_of(encoded, "/stdin_base64")
+            return bytes_of(encoded, "/stdin_base64")
         if text is None:
             return None
         if not isinstance(text, str):
             self.fail("stdin", f"stdin is text, not {shown(text)}", "bytes go as stdin_base64")
-        return _encoded(text, "/stdin")
+        return utf8_of(text, "/stdin")
 
     def env(self) -> dict[str, str]:
         value = self.doc.get("env")
@@ -478,14 +419,14 @@ class _Fields:
         for name, content in value.items():
             at = pointer("env", name)
             if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-                _invalid(at, f"{shown(name)} is no name of an environment variable")
+                invalid(at, f"{shown(name)} is no name of an environment variable")
             if not isinstance(content, str):
-                _invalid(at, f"the value of {shown(name)} is text, not {shown(content)}")
+                invalid(at, f"the value of {shown(name)} is text, not {shown(content)}")
             if "\0" in content:
-                _invalid(at, f"the value of {shown(name)} cannot hold a NUL character")
-            size = len(_encoded(name, at)) + len(_encoded(content, at)) + 2
+                invalid(at, f"the value of {shown(name)} cannot hold a NUL character")
+            size = len(utf8_of(name, at)) + len(utf8_of(content, at)) + 2
             if size > MAX_WORD:
-                _invalid(at, f"the variable {shown(name)} has {size} bytes; the kernel takes {MAX_WORD}", "use a file")
+                invalid(at, f"the variable {shown(name)} has {size} bytes; the kernel takes {MAX_WORD}", "use a file")
             total += size
         if total > MAX_WORDS:
             self.fail("env", f"env has {total} bytes; at most {MAX_WORDS} are allowed", "use files")
@@ -497,7 +438,7 @@ class _Fields:
             return None
         if not isinstance(value, str):
             self.fail("cwd", f"cwd is text, not {shown(value)}")
-        size = len(_encoded(value, "/cwd"))
+        size = len(utf8_of(value, "/cwd"))
         if "\0" in value:
             self.fail("cwd", "a path cannot hold a NUL character")
         if not value.startswith("/"):
@@ -532,13 +473,13 @@ class _Fields:
         for index, item in enumerate(value):
             made = self._file(item, index)
             if made.path in seen:
-                _invalid(pointer("files", index, "path"), f"{shown(made.path)} is given twice")
+                invalid(pointer("files", index, "path"), f"{shown(made.path)} is given twice")
             seen[made.path] = made
         for index, path in enumerate(seen):
             parts = path.split("/")
             for cut in range(1, len(parts)):
                 if "/".join(parts[:cut]) in seen:
-                    _invalid(
+                    invalid(
                         pointer("files", index, "path"),
                         f"{shown(path)} lies below {shown('/'.join(parts[:cut]))}, which is a file",
                     )
@@ -547,24 +488,24 @@ class _Fields:
     def _file(self, item: Any, index: int) -> FileIn:
         at = pointer("files", index)
         if not isinstance(item, dict):
-            _invalid(at, f"a file is an object, not {shown(item)}", 'like {"path": "a.txt", "content": "…"}')
+            invalid(at, f"a file is an object, not {shown(item)}", 'like {"path": "a.txt", "content": "…"}')
         known = ("path", "content", "base64", "mode")
         for name in item:
             if name not in known:
                 guess = nearest(str(name), known)
                 hint = f"did you mean {guess}?" if guess else f"known: {', '.join(known)}"
-                _invalid(pointer("files", index, name), f"a file has no field {shown(name)}", hint)
-        path = _path(item.get("path"), f"{at}/path")
+                invalid(pointer("files", index, name), f"a file has no field {shown(name)}", hint)
+        path = relative_path(item.get("path"), f"{at}/path")
         text, encoded = item.get("content"), item.get("base64")
         if (text is None) == (encoded is None):
-            _invalid(at, f"the file {shown(path)} needs exactly one of content and base64")
+            invalid(at, f"the file {shown(path)} needs exactly one of content and base64")
         if encoded is not None:
-            content = _bytes_of(encoded, f"{at}/base64")
+            content = bytes_of(encoded, f"{at}/base64")
         elif isinstance(text, str):
-            content = _encoded(text, f"{at}/content")
+            content = utf8_of(text, f"{at}/content")
         else:
-            _invalid(f"{at}/content", f"content is text, not {shown(text)}", "bytes go as base64")
-        return FileIn(path, content, _file_mode(item.get("mode"), f"{at}/mode"))
+            invalid(f"{at}/content", f"content is text, not {shown(text)}", "bytes go as base64")
+        return FileIn(path, content, file_mode(item.get("mode"), f"{at}/mode"))
 
     def outputs(self, default: tuple[str, ...]) -> tuple[str, ...]:
         value = self.doc.get("outputs")
@@ -579,15 +520,15 @@ class _Fields:
         for index, pattern in enumerate(patterns):
             at = pointer("outputs") if isinstance(value, str) else pointer("outputs", index)
             if not isinstance(pattern, str) or not pattern:
-                _invalid(at, f"a pattern is text, not {shown(pattern)}", "like /workspace/out/**")
-            size = len(_encoded(pattern, at))
+                invalid(at, f"a pattern is text, not {shown(pattern)}", "like /workspace/out/**")
+            size = len(utf8_of(pattern, at))
             if "\0" in pattern or size > MAX_PATH:
-                _invalid(at, f"a pattern has at most {MAX_PATH} bytes and no NUL character")
+                invalid(at, f"a pattern has at most {MAX_PATH} bytes and no NUL character")
             if ".." in pattern.split("/"):
-                _invalid(at, f"{shown(pattern)} holds '..'; patterns cannot leave /workspace")
+                invalid(at, f"{shown(pattern)} holds '..'; patterns cannot leave /workspace")
             full = pattern if pattern.startswith("/") else f"/workspace/{pattern.removeprefix('./')}"
             if full != "/workspace" and not full.startswith("/workspace/"):
-                _invalid(at, f"{shown(pattern)} is not under /workspace", "artifacts are taken from /workspace only")
+                invalid(at, f"{shown(pattern)} is not under /workspace", "artifacts are taken from /workspace only")
             kept.append(full)
         return tuple(dict.fromkeys(kept))
 
@@ -600,7 +541,7 @@ class _Fields:
         if isinstance(value, dict):
             for name in value:
                 if name not in ("rows", "cols"):
-                    _invalid(pointer("pty", name), f"a terminal has no field {shown(name)}", "rows and cols")
+                    invalid(pointer("pty", name), f"a terminal has no field {shown(name)}", "rows and cols")
             pair = [value.get("rows", DEFAULT_PTY[0]), value.get("cols", DEFAULT_PTY[1])]
         elif isinstance(value, list) and len(value) == 2:
             pair = value
@@ -629,7 +570,7 @@ class _Fields:
 
     def relative_path(self, name: str) -> str | None:
         value = self.doc.get(name)
-        return None if value is None else _path(value, pointer(name))
+        return None if value is None else relative_path(value, pointer(name))
 
     # -- sizes and places ------------------------------------------------------------------------------------------------------
     def wishes(self, host: HostCaps) -> ResourceWishes:
@@ -644,7 +585,7 @@ class _Fields:
                 if name not in _RESOURCES:
                     guess = nearest(str(name), _RESOURCES)
                     hint = f"did you mean {guess}?" if guess else f"known: {', '.join(_RESOURCES)}"
-                    _invalid(at, f"there is no resource {shown(name)}", hint)
+                    invalid(at, f"there is no resource {shown(name)}", hint)
                 if value is not None:
                     given[name] = (value, at)
         for name in _RESOURCES:
@@ -656,22 +597,22 @@ class _Fields:
             given[name] = (value, pointer(name))
 
         def size(name: str, least: int = 1) -> int | None:
-            return _size(name, *given[name], least) if name in given else None
+            return size_of(name, *given[name], least) if name in given else None
 
         memory = size("memory", MIN_MEMORY)
         if memory is not None and memory > host.memory_bytes:
-            _invalid(
+            invalid(
                 given["memory"][1],
                 f"memory of {format_bytes(memory)} exceeds this host, which has {format_bytes(host.memory_bytes)}",
                 f"ask for at most {host.memory_bytes // MIB}M",
             )
         kept, kill = size("output_limit"), size("output_kill")
         if kept is not None and kill is not None and kill < kept:
-            _invalid(given["output_kill"][1], "output_kill must not be below output_limit")
+            invalid(given["output_kill"][1], "output_kill must not be below output_limit")
         return ResourceWishes(
             memory_bytes=memory,
-            cpu=_cores(*given["cpu"], host) if "cpu" in given else None,
-            pids=_count(*given["pids"]) if "pids" in given else None,
+            cpu=cores(*given["cpu"], host.cpus) if "cpu" in given else None,
+            pids=count(*given["pids"]) if "pids" in given else None,
             disk_bytes=size("disk"),
             tmp_bytes=size("tmp"),
             output_bytes=kept,
@@ -691,13 +632,13 @@ class _Fields:
     @staticmethod
     def _seconds(value: Any, at: str, *, zero: bool = False) -> float:
         if isinstance(value, str):
-            _invalid(at, f"a time is a number of seconds, not {shown(value)}", "write it without quotes")
+            invalid(at, f"a time is a number of seconds, not {shown(value)}", "write it without quotes")
         try:
             seconds = parse_seconds(value)
         except ValueError as error:
-            _invalid(at, str(error))
+            invalid(at, str(error))
         if seconds == 0 and not zero:
-            _invalid(at, "a time must be greater than 0")
+            invalid(at, "a time must be greater than 0")
         return seconds
 
     def placement(self) -> Placement:
@@ -705,7 +646,7 @@ class _Fields:
         if isolation is not None and isolation not in ISOLATIONS:
             self.fail("isolation", f"there is no isolation {shown(isolation)}", " or ".join(ISOLATIONS))
         network = self.doc.get("network")
-        if not _empty(network) and network != "none":
+        if not empty(network) and network != "none":
             self.not_yet("network", "this version gives no network to a sandbox")
         self.refuse_later("session")
         return Placement(runtime=self._name("runtime"), template=self._name("template"), isolation=isolation)
@@ -720,64 +661,3 @@ class _Fields:
         if not (plain.isascii() and plain.isalnum() and value[0].isalnum() and len(value) <= 64):
             self.fail(name, f"{shown(value)} is no name of a {name}", "letters, digits, '-', '_' and '.'")
         return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _size(name: str, value: Any, at: str, least: int) -> int:
-    try:
-        size = parse_size(value)
-    except ValueError as error:
-        _invalid(at, str(error))
-    if size == 0:
-        _invalid(at, f"{name} must be greater than 0")
-    if size < least:
-        _invalid(
-            at, f"{name} of {format_bytes(size)} is too little to start anything", f"ask for at least {least // MIB}M"
-        )
-    return size
-
-
-def _cores(value: Any, at: str, host: HostCaps) -> float:
-    if not _is_number(value):
-        _invalid(at, f"cpu is a number of cores, not {shown(value)}")
-    try:
-        cores = float(value)
-    except OverflowError:
-        cores = math.inf
-    if not math.isfinite(cores) or cores <= 0:
-        _invalid(at, f"cpu must be a finite number greater than 0, not {shown(value)}")
-    if cores < 0.01:
-        _invalid(at, f"cpu of {shown(value)} cores is too little to start anything", "ask for at least 0.01")
-    if cores > host.cpus:
-        _invalid(
-            at, f"cpu of {shown(value)} exceeds this host, which has {host.cpus:g}", f"ask for at most {host.cpus:g}"
-        )
-    return cores
-
-
-def _count(value: Any, at: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        _invalid(at, f"pids is an integer, not {shown(value)}")
-    if not 0 < value <= MAX_PIDS:
-        _invalid(at, f"pids is from 1 to {MAX_PIDS}, not {shown(value)}")
-    return value
-
-
-def _file_mode(value: Any, at: str) -> int:
-    """`"0755"` or the number itself; only the nine permission bits."""
-    if value is None:
-        return 0o644
-    if isinstance(value, str) and 0 < len(value) <= 5 and all(c in "01234567" for c in value):
-        mode = int(value, 8)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        mode = value
-    else:
-        _invalid(at, f"a mode is octal text such as '0644', not {shown(value)}")
-    if not 0 <= mode <= 0o777:
-        _invalid(
-            at, f"a mode holds the nine permission bits only, not {shown(value)}", "write octal text such as '0755'"
-        )
-    return mode
