@@ -46,6 +46,7 @@ class Exec:
         "grace",
         "input",
         "input_client",
+        "kill_answer",
         "kill_waiters",
         "killed",
         "killed_all",
@@ -93,6 +94,7 @@ class Exec:
         self.ended_by: str | None = None
         self.killed = 0
         self.killed_all = True
+        self.kill_answer = 0
         self.background = 0
         self.deadline: float | None = None
         self.grace = 2.0
@@ -419,11 +421,15 @@ class Runner:
             job.background = news["background"]
             self.finish(job, "ended")
         elif kind == "killed":
-            job.force_at = None
             job.killed += news["killed"]
             job.killed_all = news["killed_all"]
-            job.background = 0 if news["killed_all"] else job.background
-            self.tell_killers(job, news["killed_all"], news["killed"])
+            if news["killed_all"]:
+                # It ends now; the answer waits for that, so that nothing at all of the exec is left when it comes.
+                job.background = 0
+                job.kill_answer += news["killed"]
+            else:
+                job.force_at = None
+                self.tell_killers(job, False, news["killed"])
 
     def _tell_starters(self, job: Exec) -> None:
         waiters, job.start_waiters = job.start_waiters, []
@@ -556,7 +562,7 @@ class Runner:
         elif job.finished:
             self._release(job)
         job.background = 0 if done else job.background
-        self.tell_killers(job, done, count)
+        self.tell_killers(job, done, job.kill_answer + count)
 
     # -- time --------------------------------------------------------------------------------------------------------------------
     def next_time(self) -> float | None:
