@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from corral import faults
-from corral.adapters.runtimes import bwrap
+from corral.adapters.runtimes import _bwrap as bwrap
 from corral.domain.limits import MIB, LimitModes, Limits
 from corral.errors import CorralError
 from corral.linux import cgroups, disk, mounts, nsproc, process, userns
