@@ -3,7 +3,7 @@
 What is made for an instance, and where a later process finds it (everything derives from the directory and the instance id):
 
 * `DIRECTORY/m`, a mount of itself, with `disk.img`, `disk` (mount), `root` and `corral` (id-mapped mounts of base and interpreter);
-  beside it `config.json`, `crun.pid`, `launch.log`, `instance.json`;
+  beside it `config.json`, `exec.bpf`, `crun.pid`, `launch.log`, `instance.json`;
 * the control group `corral/<installation>/<instance>`; crun's own record `STATE/node/crun/<instance>`; a range of host ids.
 
 The launcher, a shell that becomes crun, runs in a mount namespace of its own. It holds an exclusive lock on `launch.log` until it
@@ -34,7 +34,7 @@ from corral import faults
 from corral.adapters.runtimes import oci
 from corral.domain.limits import MIB, LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups, disk, mounts, process, userns
+from corral.linux import cgroups, disk, mounts, process, seccomp, userns
 from corral.linux.cgroups import Cgroup
 from corral.linux.process import ProcessRef
 from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, InstanceSpec, RuntimeInfo, Stats
@@ -42,22 +42,26 @@ from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, Inst
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_S = 20.0
 _STOP_S = 20.0
-_CONTROL_FD = 3
+_CONTROL_FD, _FILTER_FD = 3, 4
 _LOCK = "launch.log"
+_FILTER = "exec.bpf"
 _PLACE = "m"
 
 _VIEW = f"{userns.RUN}/i"
 
 # Enters the groups, which costs a wait of the kernel's, while the disk is being made; goes on when told to, ends when we end.
 # crun refuses a host that shows it v1 controllers and a v2 hierarchy: the latter leaves its private view.
-# The socket comes as standard output, so that it alone becomes descriptor 3, which is what --preserve-fds demands.
+# The socket comes as standard output, so that just it becomes descriptor 3, and the filter for execs 4: --preserve-fds demands that
+# they follow each other and that nothing is above.
 _ENTER = """
-log=$1 hide=$2 count=$3
-shift 3
+log=$1 filter=$2 hide=$3 count=$4
+shift 4
 while [ "$count" -gt 0 ]; do echo 0 >"$1" || exit 90; shift; count=$((count - 1)); done
 [ -z "$hide" ] || umount "$hide" || exit 91
 read -r go || exit 92
-exec "$@" 3>&1 </dev/null >>"$log" 2>&1
+exec 3>&1 </dev/null >>"$log" 2>&1 || exit 93
+[ -z "$filter" ] || exec 4<"$filter" || exit 94
+exec "$@"
 """
 
 
@@ -171,7 +175,10 @@ class CrunRuntime:
                 base_uid=base,
                 open_files=files if hard == resource.RLIM_INFINITY else min(files, hard),
                 control_fd=_CONTROL_FD,
+                filter_fd=None if "unsafe_no_seccomp" in spec.unsafe else _FILTER_FD,
             )
+            with open(f"{spec.directory}/{_FILTER}", "wb") as file:
+                file.write(seccomp.compile("exec"))
             _write_json(f"{spec.directory}/config.json", configuration)
             faults.point("runtime.create.config")
             clock.lap("config")
@@ -219,10 +226,22 @@ class CrunRuntime:
 
     def _command(self, spec: InstanceSpec, group: Cgroup) -> list[str]:
         crun = [_find_crun(), "--root", self._records, "--cgroup-manager", "disabled"]
-        crun += ["run", "--detach", "--preserve-fds", "1", "--bundle", spec.directory]
+        filter_path = "" if "unsafe_no_seccomp" in spec.unsafe else f"{spec.directory}/{_FILTER}"
+        crun += ["run", "--detach", "--preserve-fds", "2" if filter_path else "1", "--bundle", spec.directory]
         crun += ["--pid-file", f"{spec.directory}/crun.pid", spec.instance_id]
         files = group.procs_files
-        return ["sh", "-c", _ENTER, "sh", f"{_VIEW}/disk/{disk.LOG}", _unused_v2(), str(len(files)), *files, *crun]
+        return [
+            "sh",
+            "-c",
+            _ENTER,
+            "sh",
+            f"{_VIEW}/disk/{disk.LOG}",
+            filter_path,
+            _unused_v2(),
+            str(len(files)),
+            *files,
+            *crun,
+        ]
 
     def _find_init(self, spec: InstanceSpec, group: Cgroup) -> ProcessRef:
         with open(f"{spec.directory}/crun.pid", encoding="ascii") as file:
@@ -315,7 +334,7 @@ class CrunRuntime:
         left += [f"loop device {device}" for device in disk.stray_loops(ref.directory)]
         clock.lap("disk")
         faults.point("runtime.destroy.disk")
-        for name in ("instance.json", "crun.pid", "config.json", _LOCK):
+        for name in ("instance.json", "crun.pid", "config.json", _FILTER, _LOCK):
             try:
                 os.unlink(f"{ref.directory}/{name}")
             except FileNotFoundError:

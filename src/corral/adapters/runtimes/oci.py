@@ -67,8 +67,10 @@ def configuration(
     base_uid: int | None,
     open_files: int,
     control_fd: int,
+    filter_fd: int | None,
 ) -> dict[str, Any]:
-    """The whole `config.json`. `view` holds `root`, `disk` and `corral` (the interpreter) where the runtime sees them; `base_uid` is the first host id of the user namespace, None for none (then one id inside)."""
+    """The whole `config.json`. `view` holds `root`, `disk` and `corral` (the interpreter) where the runtime sees them; `base_uid` is the first host id of the user namespace, None for none (then one id inside).
+    `filter_fd` is where the guest finds the filter for its execs."""
     one_uid = base_uid is None
     capabilities = ["CAP_KILL"] if one_uid else list(GUEST_CAPABILITIES)
     linux: dict[str, Any] = {
@@ -84,6 +86,14 @@ def configuration(
         linux["uidMappings"] = linux["gidMappings"] = mapping
     if "unsafe_no_seccomp" not in spec.unsafe:
         linux["seccomp"] = seccomp.to_oci("default")
+    options = [] if filter_fd is None else ["--seccomp-exec", f"fd:{filter_fd}"]
+    for name, wanted in (
+        ("--same-uid", one_uid),
+        ("--unsafe-dumpable", "unsafe_dumpable_guest" in spec.unsafe),
+        ("--unsafe-no-landlock", "unsafe_no_landlock" in spec.unsafe),
+    ):
+        if wanted:
+            options.append(name)
     uid = SANDBOX_UID if one_uid else 0
     return {
         "ociVersion": "1.0.2",
@@ -92,7 +102,7 @@ def configuration(
         "process": {
             "terminal": False,
             "user": {"uid": uid, "gid": uid, "umask": 0o022},
-            "args": [*spec.guest_argv, "--control-fd", str(control_fd)],
+            "args": [*spec.guest_argv, *options, "--control-fd", str(control_fd)],
             "env": [f"PATH={PATH}", "LANG=C.UTF-8", "HOME=/home/sandbox"],
             "cwd": "/",
             "noNewPrivileges": True,
