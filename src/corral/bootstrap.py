@@ -125,10 +125,11 @@ class Owner:
             if self._server is None:
                 self._listener.close()
         _unlink_socket(self._settings.state_dir)
+        if self._server is not None:
+            self._server.should_exit = True
         if self._services is not None:
             await self._services.stop(self._settings.delays["drain_s"])
         if self._server is not None:
-            self._server.should_exit = True
             self._server.force_exit = True
         if self._serving is not None:
             await asyncio.wait({self._serving}, timeout=2.0)

@@ -23,6 +23,9 @@ from corral.errors import CorralError
 from corral.services.control import Services
 from corral.services.events import Caller
 
+DRAIN_BYTES = 256 * 1024 * 1024
+DRAIN_S = 10.0
+
 
 def create_app(services: Services, *, key: str | None = None) -> FastAPI:
     """The application. With `key`, each call but the health checks needs `Authorization: Bearer KEY`."""
@@ -63,6 +66,7 @@ async def _respond(services: Services, request: WebRequest) -> Response:
     try:
         call = replace(call, body=await read_body(call.body))
     except CorralError as error:
+        await _drain(request)
         status, document, headers = problem(error)
         return _Answer(Reply(status, document, {**headers, "Connection": "close"}))
     work = asyncio.ensure_future(dispatch(services, call))
@@ -76,6 +80,20 @@ async def _respond(services: Services, request: WebRequest) -> Response:
         work.cancel()
         left.cancel()
         await asyncio.gather(work, left, return_exceptions=True)
+
+
+async def _drain(request: WebRequest) -> None:
+    """Read on and forget, for a while: an answer that is sent while the client still writes is lost when we close."""
+    left = DRAIN_BYTES
+    try:
+        async with asyncio.timeout(DRAIN_S):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
 
 
 def _request(request: WebRequest) -> Request:

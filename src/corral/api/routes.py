@@ -221,16 +221,30 @@ async def _stream(
 
 
 async def _honest(services: Services, source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEvent]:
-    """The same events; a failure while the service stops sends the client to the next owner."""
+    """The same events; when the service stops, the client is sent to the next owner at once."""
+    core = services.core
+    stopping = asyncio.ensure_future(core.stopping.wait())
+    pending: asyncio.Future[StreamEvent | None] | None = None
     try:
-        async for event in source:
+        while True:
+            pending = asyncio.ensure_future(anext(source, None))
+            await asyncio.wait({pending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not pending.done():
+                core.check_open()
+            event = await pending
+            if event is None:
+                core.check_open()
+                return
             yield event
             if event.kind == "ended":
                 return
-        services.core.check_open()
     except CorralError as error:
-        raise services.core.as_seen(error) from error
+        raise core.as_seen(error) from error
     finally:
+        stopping.cancel()
+        if pending is not None:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
         close = getattr(source, "aclose", None)
         if close is not None:
             await close()

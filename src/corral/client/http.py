@@ -182,6 +182,8 @@ def _document(status: int, raw: bytes) -> Json:
     try:
         document = jsonlib.loads(raw) if raw else {}
     except ValueError as error:
+        if status >= 500:  # not from our routes: the server or a proxy before it is going or coming
+            raise Cut(f"the service answered {status} without a document", sent=True) from error
         raise CorralError("infra_error", f"the service answered {status} without a JSON document") from error
     if 200 <= status < 300:
         return document if isinstance(document, dict) else {"value": document}

@@ -47,6 +47,8 @@ class Core:
     wakes: Wakes = field(default_factory=Wakes)
     watchers: Watchers = field(default_factory=Watchers)
     closing: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with `closing`, for those who wait for something else."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     """Work that may be dropped at a stop: the next owner finds it in the store."""
     last: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -81,9 +83,15 @@ class Core:
         task.add_done_callback(done)
         return task
 
+    def close(self) -> None:
+        """From now on nothing new begins, and whoever waits is told to ask the next owner."""
+        self.closing = True
+        self.stopping.set()
+        self.wakes.ring_all()
+
     async def stop(self, drain_s: float) -> None:
         """Drop what the next owner can take up, after the last things have had `drain_s` seconds."""
-        self.closing = True
+        self.close()
         until = asyncio.get_running_loop().time() + drain_s
         while self.last and (left := until - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(set(self.last), timeout=left)
@@ -111,6 +119,7 @@ class Services:
 
     async def stop(self, drain_s: float) -> None:
         """Let go; nothing depends on this being called."""
-        self.core.closing = True
-        await self.runs.abandon()
+        alone = self.runs.alone()
+        self.core.close()
+        await self.runs.abandon(alone)
         await self.core.stop(drain_s)

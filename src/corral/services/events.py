@@ -54,6 +54,11 @@ class Wakes:
         for event in self._waiting.get(key, ()):
             event.set()
 
+    def ring_all(self) -> None:
+        """Wake everybody: the service stops."""
+        for key in list(self._waiting):
+            self.ring(key)
+
 
 class Watchers:
     """How many clients wait for each run or exec, and since when nobody does."""

@@ -152,11 +152,11 @@ class Execs:
         """
         cancel = self._cancel.setdefault(record.exec_id, asyncio.Event())
         try:
-            facts = await self._start(record, instance_id, spec)
-            if facts is None:
-                watch.switch("running")
-                self._core.wakes.ring(record.exec_id)
-                facts = await self._wait(record, cancel)
+            facts = await self._attempt(record, instance_id, spec, cancel, watch)
+            if record.state == "starting" and _never_arrived(facts):
+                # An earlier owner died between its journal and the frame; the guest says that it knows nothing of it.
+                await self._core.node.forget_exec(record.exec_id)
+                facts = await self._attempt(record, instance_id, spec, cancel, watch)
             facts = await self._because(record.exec_id, facts)
         finally:
             self._cancel.pop(record.exec_id, None)
@@ -169,6 +169,16 @@ class Execs:
             if outputs is not None and not facts.sandbox_lost and verdict.reason != "sandbox_deleted":
                 collected = await self._collect(instance_id, outputs, into)
         return Outcome(facts, verdict, collected, timeline)
+
+    async def _attempt(
+        self, record: ExecRecord, instance_id: str, spec: ExecSpec, cancel: asyncio.Event, watch: Stopwatch
+    ) -> ExecFacts:
+        facts = await self._start(record, instance_id, spec)
+        if facts is not None:
+            return facts
+        watch.switch("running")
+        self._core.wakes.ring(record.exec_id)
+        return await self._wait(record, cancel)
 
     async def _start(self, record: ExecRecord, instance_id: str, spec: ExecSpec) -> ExecFacts | None:
         """None = it runs (or the node knows how it ended); else why it does not."""
@@ -323,6 +333,11 @@ async def file_blocks(path: str) -> tuple[int, AsyncIterator[bytes]]:
                 yield block
 
     return size, blocks()
+
+
+def _never_arrived(facts: ExecFacts) -> bool:
+    """The node is certain that the guest never got the frame, and nobody wanted it to end."""
+    return facts.started is False and facts.infra is not None and facts.ended_by is None and facts.start_failure is None
 
 
 def _not_started(error: CorralError) -> ExecFacts:

@@ -219,15 +219,18 @@ class Executor:
         """What this process drives."""
         return [flight.run for flight in self._flights.values()]
 
-    async def abandon(self) -> None:
-        """At a stop: attached runs whose client is this very process are cancelled; the others go to the next owner."""
-        mine = [f for f in self._flights.values() if f.run.attached and self._core.watchers.alone_s(f.run.run_id) > 0]
-        for flight in mine:
+    def alone(self) -> list[RunRecord]:
+        """Attached runs for which nobody waits at this moment."""
+        return [r for r in self.in_flight if r.attached and self._core.watchers.alone_s(r.run_id) > 0]
+
+    async def abandon(self, runs: list[RunRecord]) -> None:
+        """At a stop: attached runs whose client was this very process are cancelled; the others go to the next owner."""
+        tasks = {f.task for r in runs if (f := self._flights.get(r.run_id)) is not None and f.task is not None}
+        for run in runs:
             try:
-                await self.cancel(Caller(flight.run.tenant_id, flight.run.owner), flight.run.run_id, "client_gone")
+                await self.cancel(Caller(run.tenant_id, run.owner), run.run_id, "client_gone")
             except CorralError as error:
-                self._core.log(f"{flight.run.run_id}: {error}")
-        tasks = {f.task for f in mine if f.task is not None}
+                self._core.log(f"{run.run_id}: {error}")
         if tasks:
             await asyncio.wait(tasks, timeout=self._core.delays["drain_s"])
 
