@@ -100,7 +100,10 @@ async def collect(
         skipped: tuple[str, ...] = ()
         complete = now.complete
         if into is not None and globs:
+            os.makedirs(into, mode=0o700, exist_ok=True)
             copied = guest.copy_out(globs, into, max_bytes)
+            with contextlib.suppress(OSError):
+                os.rmdir(into)  # nothing came
             complete = complete and copied.complete
             skipped = tuple(_shown(path) for path in copied.skipped)
             for path, size, digest in copied.files:

@@ -150,11 +150,9 @@ class LocalNode:
             if not known:
                 self._execs.pop(one.exec_id, None)
                 job.spool.finish()
-                started = None if one.state == "running" else False
-                infra = "the platform was interrupted before the program was started"
-                self._journal.end_exec(
-                    one.exec_id, exec_life.facts_to_json(ExecFacts(started, infra=infra, guest_lost=started is None))
-                )
+                # The guest never had it; but who asks after a crash is told no more than that it is unknown (`decisions`).
+                infra = "the platform was interrupted while the program was being started"
+                self._journal.end_exec(one.exec_id, exec_life.facts_to_json(ExecFacts(None, infra=infra)))
                 continue
             await job.meter.begin(alone=False)
             job.follow(status, max(0.0, time.monotonic() - started_at) if started_at is not None else 0.0)
