@@ -79,7 +79,7 @@ def test_a_full_disk_is_disk_full(box: Box, where: str) -> None:
 def test_no_inode_left_is_inodes(box: Box) -> None:
     code = "import itertools\nfor i in itertools.count(): open(f'f{i}', 'w').close()"
     _, doc = box.document(
-        "run", "--json", "--runtime", box.runtime, "--disk", "64M", "--timeout", "100", "-c", code, timeout=200
+        "run", "--json", "--runtime", box.runtime, "--timeout", "100", "-c", code, timeout=200
     )
     result = doc["result"]
     if mode(result, "inodes") == "enforced":
@@ -118,7 +118,7 @@ def test_a_background_child_that_holds_the_pipes_does_not_hold_the_result(box: B
 def test_background_children_live_on_between_execs_of_a_sandbox(box: Box) -> None:
     sandbox = box.sandbox()
     box.exec_json(sandbox, "sh", "-c", "sleep 300 & echo $! > pid")
-    alive = box.exec_json(sandbox, "sh", "-c", "kill -0 $(cat pid) && echo alive")["result"]
+    alive = box.exec_json(sandbox, "sh", "-c", "[ -d /proc/$(cat pid) ] && echo alive")["result"]
     assert alive["stdout"]["text"] == "alive\n", alive
     assert box("sandbox", "rm", sandbox).returncode == 0
 
