@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,16 +11,13 @@ from pathlib import Path
 import pytest
 
 from acceptance import conftest as harness
-from acceptance.conftest import Box, shared, user_checkout
+from acceptance.conftest import Box, marker, shared, user_checkout
 
-__all__ = ["Box", "shared", "user_checkout"]
+__all__ = ["Box", "marker", "shared", "user_checkout"]
 
 
-@pytest.fixture(scope="session", params=harness.MODES)
-def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
-    """Parametrised over runtime and user."""
-    mode = request.param
-    state = shared / f"e-{mode}-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
+def _made(mode: str, shared: Path, name: str = "e") -> Iterator[Box]:
+    state = shared / f"{name}-{mode}-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
     if mode == "bubblewrap-user":
         box = harness._user_box(state, shared)
     else:
@@ -27,6 +25,10 @@ def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
     made = box("run", "--runtime", box.runtime, "-c", "print(1)", timeout=600)
     assert (made.returncode, made.stdout) == (0, b"1\n"), made.stderr
     yield box
+    for process in box.started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
     live = [s["id"] for s in box.document("sandbox", "ls", "--json")[1]["items"] if s["state"] != "terminated"]
     if live:
         box("sandbox", "rm", *live)
@@ -34,6 +36,21 @@ def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
     assert gone.returncode == 0, gone.stderr
     assert box.document("doctor", "--json")[1]["leftovers"] == []
     shutil.rmtree(state, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", params=harness.MODES)
+def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
+    """Parametrised over runtime and user."""
+    yield from _made(request.param, shared)
+
+
+@pytest.fixture(scope="session")
+def one(shared: Path) -> Iterator[Box]:
+    """One way of calling, for what no runtime ever sees."""
+    with contextlib.contextmanager(_made)(
+        "bubblewrap-user" if os.geteuid() else "bubblewrap-root", shared, "one"
+    ) as box:
+        yield box
 
 
 @pytest.fixture(scope="session")

@@ -91,8 +91,8 @@ def test_words_that_are_not_utf8_reach_the_program(box: Box) -> None:
 
 
 def test_options_after_the_program_are_the_programs(box: Box) -> None:
-    done = run(box, "-c", "import sys; print(sys.argv[1:])", "--json", "--", "-c")
-    assert done.stdout == b"['--json', '--', '-c']\n"
+    done = run(box, "-c", "import sys; print(sys.argv[1:])", "a", "--json", "--", "-c")
+    assert done.stdout == b"['a', '--json', '--', '-c']\n"
 
 
 def readable(path: Path, content: bytes) -> Path:
@@ -177,10 +177,7 @@ def test_a_signal_to_us_ends_everything_inside(box: Box, marker: str, number: si
     eventually(lambda: not marked(marker), what="nothing of the run lives")
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_reader_that_leaves_ends_the_run(box: Box, as_json: bool) -> None:
-    if as_json:
-        return
+def test_a_reader_that_leaves_ends_the_run(box: Box) -> None:
     process = box.popen("run", "--runtime", box.runtime, "--", "yes")
     assert process.stdout is not None
     process.stdout.read(10)
@@ -224,7 +221,8 @@ INVALID = [
 
 
 @pytest.mark.parametrize("options", LATER + INVALID, ids=" ".join)
-def test_bad_values_are_refused_with_code_field_and_hint(box: Box, options: list[str]) -> None:
+def test_bad_values_are_refused_with_code_field_and_hint(one: Box, options: list[str]) -> None:
+    box = one
     before = len(box.document("runs", "ls", "--json")[1]["items"])
     told = box("run", "--json", *options, "-c", "print(1)")
     error = json.loads(told.stdout)["error"]
@@ -243,8 +241,8 @@ def test_bad_values_are_refused_with_code_field_and_hint(box: Box, options: list
     [["run"], ["run", "--bogus"], ["nonsense"], ["run", "/no/such.py"], ["exec", "sbx_x"], ["cp", "a", "b"]],
     ids=" ".join,
 )
-def test_wrong_usage_is_2(box: Box, arguments: list[str]) -> None:
-    said = box(*arguments)
+def test_wrong_usage_is_2(one: Box, arguments: list[str]) -> None:
+    said = one(*arguments)
     assert (said.returncode, said.stdout) == (2, b"")
     assert said.stderr.startswith(b"corral: usage: ")
 
@@ -274,7 +272,8 @@ def test_a_sandbox_lives_from_create_to_rm(box: Box) -> None:
     [["sandbox", "rm"], ["sandbox", "inspect"], ["exec"], ["logs"], ["cancel"], ["runs", "show"]],
     ids=" ".join,
 )
-def test_what_never_existed_is_not_found(box: Box, arguments: list[str]) -> None:
+def test_what_never_existed_is_not_found(one: Box, arguments: list[str]) -> None:
+    box = one
     ident = ("run_" if arguments[0] in ("logs", "cancel", "runs") else "sbx_") + "0" * 26
     rest = ["--", "true"] if arguments == ["exec"] else []
     status, told = box.document(*arguments, ident, "--json", *rest)
@@ -282,7 +281,6 @@ def test_what_never_existed_is_not_found(box: Box, arguments: list[str]) -> None
 
 
 def test_cp_takes_trees_in_and_out(box: Box, sandbox: str, tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
     source = tmp_path / "源"
     (source / "sub").mkdir(parents=True)
     readable(source / "sub" / "f", os.urandom(300_000)).chmod(0o640 if os.geteuid() else 0o644)
@@ -295,18 +293,20 @@ def test_cp_takes_trees_in_and_out(box: Box, sandbox: str, tmp_path: Path) -> No
         "exec", sandbox, "--", "sh", "-c", "cd tree && find . | sort && readlink link && test -x go && cksum < sub/f"
     )
     assert listed.stdout.decode().split()[:6] == [".", "./go", "./link", "./sub", "./sub/f", "sub/f"], listed.stderr
+    tmp_path.chmod(0o777)
     back = tmp_path / "back"
     done = box("cp", f"{sandbox}:/workspace/tree", str(back))
     assert done.returncode == 0, done.stderr
-    if os.geteuid() == 0 or back.owner() == source.owner():
-        assert (back / "sub" / "f").read_bytes() == (source / "sub" / "f").read_bytes()
-        assert os.readlink(back / "link") == "sub/f"
+    assert (back / "sub" / "f").read_bytes() == (source / "sub" / "f").read_bytes()
+    assert os.readlink(back / "link") == "sub/f"
+    assert os.access(back / "go", os.X_OK)
     stream = box("cp", f"{sandbox}:tree/go", "-")
-    assert stream.stdout[:2] in (b"go", b"./") or b"go" in stream.stdout[:512]
-    assert box("cp", "-", f"{sandbox}:unpacked", input=stream.stdout).returncode in (0, 125)
+    assert b"go" in stream.stdout[:100]
+    assert box("cp", "-", f"{sandbox}:tree/sub", input=stream.stdout).returncode == 0
+    assert box("exec", sandbox, "--", "cat", "tree/sub/go").stdout == b"#!/bin/sh\n"
     missing = box("cp", f"{sandbox}:none", str(tmp_path / "x"))
     assert missing.returncode == 125 and missing.stderr.startswith(b"corral: not_found: ")
-    box("exec", sandbox, "--", "rm", "-rf", "tree", "unpacked")
+    box("exec", sandbox, "--", "rm", "-rf", "tree")
 
 
 def test_logs_give_the_raw_bytes_of_each_stream(box: Box) -> None:

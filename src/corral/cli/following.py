@@ -43,7 +43,8 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._held = 0
-        self._seen: int | None = None
+        self.seen: int | None = None
+        """The signal that has come."""
 
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
@@ -66,13 +67,13 @@ class Interrupts:
             yield
         finally:
             self._held -= 1
-        if self._seen is not None and not self._held:
-            raise Interrupted(self._seen)
+        if self.seen is not None and not self._held:
+            raise Interrupted(self.seen)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        if self._seen is not None:
+        if self.seen is not None:
             os._exit(128 + number)
-        self._seen = number
+        self.seen = number
         if not self._held:
             raise Interrupted(number)
 
@@ -176,15 +177,15 @@ def carry_out(transport: Transport, interrupts: Interrupts, path: str, request: 
             started = transport.request("POST", path, request | {"attached": True}, {"wait": 0, "output": "none"})
             following = Following(transport, interrupts, kind, started["id"])
         document = to_the_end(following)
-    except Interrupted as interrupt:
-        if following is None:
-            raise
-        following.cancel()
-        return Ended(to_the_end(following), interrupt.exit_status, following)
     except OutputGone as gone:
         if following is not None:
             following.cancel()
         die_of(gone)
+    except (Interrupted, Exception):  # once a signal has come, what a cut call raises on its way out does not matter
+        if interrupts.seen is None or following is None:
+            raise
+        following.cancel()
+        return Ended(to_the_end(following), 128 + interrupts.seen, following)
     return Ended(document, exit_status(document.get("result")), following)
 
 

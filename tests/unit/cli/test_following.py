@@ -144,6 +144,20 @@ def test_a_signal_cancels_waits_and_tells(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_cut_call_that_fails_on_its_way_out_is_still_a_cancel(corral: Call, transport: FakeTransport) -> None:
+    def arrive() -> None:
+        transport.events = []
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            raise RuntimeError("already running")
+
+    transport.events = [arrive]
+    transport.document = ended("cancelled", 137)
+    assert corral("run", "--", "x").status == 130
+    assert ("POST", f"/v1/runs/{RUN}/cancel") in [call[:2] for call in transport.calls]
+
+
 def test_a_signal_while_the_run_is_submitted_still_cancels_it(corral: Call, transport: FakeTransport) -> None:
     def answer(method: str, path: str) -> dict[str, Any]:
         if path == "/v1/runs":
