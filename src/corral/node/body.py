@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from corral.channel import GuestClient
 from corral.domain.fence import Fence
-from corral.domain.limits import LimitModes
+from corral.domain.limits import LimitModes, Limits
 from corral.errors import CorralError
 from corral.linux import process, sockets
 from corral.node.journal import Journal
@@ -41,7 +41,9 @@ class Body:
         instance_id: str,
         runtime: Runtime,
         instance: Instance,
+        limits: Limits,
         modes: LimitModes,
+        disk_base: int,
         journal: Journal,
         on_gone: Callable[[Body], Coroutine[Any, Any, None]],
     ) -> None:
@@ -50,7 +52,10 @@ class Body:
         self.instance = instance
         self.ref: InstanceRef = instance.ref
         self.tree = instance.tree
+        self.limits = limits
         self.modes = modes
+        self.disk_base = disk_base
+        """Bytes that an empty disk uses already."""
         self.journal = journal
         self.execs: dict[str, Exec] = {}
         self.gone = asyncio.Event()

@@ -56,7 +56,7 @@ class Exec:
         self.pumped = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.ended_by: str | None = ended_by
-        self.meter = Meter(body, limits)
+        self.meter = Meter(body)
         self.since_ticks = now_ticks() if since_ticks is None else since_ticks
         self.started_at: float | None = None
         self.ended_at: float | None = None

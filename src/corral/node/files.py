@@ -15,7 +15,6 @@ from corral.channel import Ended
 from corral.channel.client import ExecStatus
 from corral.domain.fence import Fence
 from corral.domain.ids import new_id
-from corral.domain.limits import Limits
 from corral.errors import CorralError
 from corral.linux.guesttree import GuestTree
 from corral.linux.manifest import Change, Manifest, diff
@@ -195,9 +194,9 @@ class _Inside:
                 await (await self.body.client()).kill_exec(self.exec_id, 0.0, fence=self.body.floor)
 
 
-async def put_tar(body: Body, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str, limits: Limits) -> None:
+async def put_tar(body: Body, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str) -> None:
     """Unpack a stream at `dest` (relative to the workspace, or absolute inside)."""
-    where = os.path.join(WORKSPACE, dest)
+    where, limits = os.path.join(WORKSPACE, dest), body.limits
     inside = _Inside(body, fence, user, ["unpack", where, str(limits.disk_bytes), str(limits.inodes)], WORKSPACE)
     await inside.start()
     reader = asyncio.ensure_future(_drain(inside))

@@ -28,6 +28,7 @@ from corral.node.journal import ExecEntry, InstanceEntry, Journal
 from corral.node.probes import Probes
 from corral.node.spool import Spool
 from corral.node.templates import Templates
+from corral.node.watch import empty_disk
 from corral.ports.node import (
     Chunk,
     Collected,
@@ -130,7 +131,7 @@ class LocalNode:
     async def _reconnect(
         self, entry: InstanceEntry, runtime: Runtime, instance: Instance, execs: list[ExecEntry]
     ) -> Body:
-        body = self._body(entry.instance_id, runtime, instance, LimitModes(**entry.data["modes"]))
+        body = self._body(entry.instance_id, runtime, instance, entry.data)
         client = await body.client()
         if client.hello.floor < entry.floor:
             await client.fence(entry.floor, "adopt")
@@ -154,7 +155,10 @@ class LocalNode:
                 infra = "the platform was interrupted while the program was being started"
                 self._journal.end_exec(one.exec_id, exec_life.facts_to_json(ExecFacts(None, infra=infra)))
                 continue
-            await job.meter.begin(alone=False)
+            if (before := spec.get("before")) is not None:
+                job.meter.before = Stats(**before)
+            else:
+                await job.meter.begin(alone=False)
             job.follow(status, max(0.0, time.monotonic() - started_at) if started_at is not None else 0.0)
             if one.ended_by is not None:
                 body.spawn(job.end(one.ended_by))
@@ -176,8 +180,10 @@ class LocalNode:
             )
             self._journal.end_exec(one.exec_id, exec_life.facts_to_json(facts))
 
-    def _body(self, instance_id: str, runtime: Runtime, instance: Instance, modes: LimitModes) -> Body:
-        return Body(instance_id, runtime, instance, modes, self._journal, self._gone)
+    def _body(self, instance_id: str, runtime: Runtime, instance: Instance, data: dict[str, Any]) -> Body:
+        limits, modes = Limits(**data["limits"]), LimitModes(**data["modes"])
+        disk_base = int(data.get("disk_base", 0))
+        return Body(instance_id, runtime, instance, limits, modes, disk_base, self._journal, self._gone)
 
     async def _gone(self, body: Body) -> None:
         """PID 1 of a body ended. If nobody asked for it, the control plane has to hear of it."""
@@ -293,7 +299,8 @@ class LocalNode:
             faults.point("node.create.made")
             clock.lap("runtime_ms")
             data["ref"] = _ref_to(instance.ref)
-            body = self._body(request.instance_id, runtime, instance, info.limits)
+            data["disk_base"] = empty_disk(instance.tree)
+            body = self._body(request.instance_id, runtime, instance, data)
             client = await body.client()
             clock.lap("connect_ms")
             await client.identify(request.sandbox_id, request.fence, now=time.time(), entropy=os.urandom(32))
@@ -443,7 +450,7 @@ class LocalNode:
             job = self._exec(body, spec.exec_id, data)
             if spec.stdin:
                 job.spool.save_input(spec.stdin, not spec.stdin_open)
-            await job.start(self._frame(spec, ids), fence)
+            await job.start(self._frame(spec, ids, body.limits.disk_bytes), fence)
         except BaseException:
             # The guest refused it or was never asked: it did not start, and the caller hears why.
             self._execs.pop(spec.exec_id, None)
@@ -454,7 +461,8 @@ class LocalNode:
             raise
         faults.point("node.exec.started")
         if job.started_at is not None:
-            self._journal.set_exec(spec.exec_id, "running", {**data, "started_at": job.started_at})
+            more = {"started_at": job.started_at, "before": dataclasses.asdict(job.meter.before)}
+            self._journal.set_exec(spec.exec_id, "running", {**data, **more})
         if spec.stdin is not None and job.started_at is not None:
             body.spawn(self._feed(body, spec.exec_id, spec.stdin, not spec.stdin_open))
 
@@ -468,7 +476,7 @@ class LocalNode:
                 if error.code != "guest_lost" or body.gone.is_set() or body.forsaken:
                     return
 
-    def _frame(self, spec: ExecSpec, ids: tuple[int, int]) -> dict[str, Any]:
+    def _frame(self, spec: ExecSpec, ids: tuple[int, int], disk_bytes: int) -> dict[str, Any]:
         limits = spec.limits
         return {
             "exec_id": spec.exec_id,
@@ -481,7 +489,7 @@ class LocalNode:
             "pty": list(spec.pty) if spec.pty else None,
             "timeout_s": limits.wall_s + BACKUP_CLOCK_S,
             "grace_s": spec.grace_s,
-            "rlimits": {"nofile": limits.open_files, "core": 0, "fsize": limits.disk_bytes},
+            "rlimits": {"nofile": limits.open_files, "core": 0, "fsize": disk_bytes},
             "background": spec.background,
         }
 
@@ -600,8 +608,7 @@ class LocalNode:
     ) -> None:
         body = self._alive(instance_id)
         self._check_fence(body, fence)
-        limits = Limits(**self._journal.instances[instance_id].data["limits"])
-        await files.put_tar(body, fence, tar, dest, user, limits)
+        await files.put_tar(body, fence, tar, dest, user)
 
     async def get_tar(self, instance_id: str, path: str, user: str = "sandbox") -> AsyncIterator[bytes]:
         body = self._alive(instance_id)

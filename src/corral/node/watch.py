@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from corral.domain.facts import Usage
-from corral.domain.limits import Limits
 from corral.errors import CorralError
 from corral.linux.guesttree import Caps, GuestTree
 from corral.linux.process import ProcessRef, start_time
 from corral.node.body import Body
-from corral.ports.runtime import Stats
+from corral.ports.runtime import HostTree, Stats
 
 WATCHED_S = 0.1
 """Between two looks when a limit depends on them."""
@@ -37,10 +36,11 @@ class Measured:
 class Meter:
     """Begin before the start frame, `watch` while it runs, `end` once. Everything is read on the host."""
 
-    def __init__(self, body: Body, limits: Limits) -> None:
+    def __init__(self, body: Body) -> None:
         self._body = body
-        self._limits = limits
-        self._before = Stats()
+        # The sandbox's, not the exec's: what is watched is shared by all that runs in it.
+        self._limits = body.limits
+        self.before = Stats()
         self._peak_memory: int | None = None
         self._peak_pids: int | None = None
         self._disk_full = self._inodes_full = self._tmp_full = False
@@ -54,7 +54,7 @@ class Meter:
                 await self._body.runtime.reset_peaks(self._body.ref)
             except (CorralError, OSError):
                 pass  # then the peak is the highest sample
-        self._before = await self._body.stats()
+        self.before = await self._body.stats()
 
     def watch(self, end: Callable[[str], None]) -> None:
         """Look at it until `end()` or `stop()`; `end` is called with the reason when a watched limit is passed."""
@@ -97,7 +97,8 @@ class Meter:
                 info = os.statvfs(tree.path)
             except OSError:
                 return
-            self._disk_bytes = (info.f_blocks - info.f_bfree) * info.f_frsize
+            used = (info.f_blocks - info.f_bfree) * info.f_frsize
+            self._disk_bytes = max(0, used - self._body.disk_base)
             self._disk_full |= info.f_bavail * info.f_frsize < FULL_BYTES
             self._inodes_full |= info.f_files > 0 and info.f_favail < FULL_INODES
         else:
@@ -117,7 +118,7 @@ class Meter:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        after, before = await self._body.stats(), self._before
+        after, before = await self._body.stats(), self.before
         self._sample(after)
         await self._look_at_disk(LAST_WALK_S)
         peak = self._peak_memory
@@ -135,6 +136,14 @@ class Meter:
             pids_limit_hits=_count(before.pids_limit_hits, after.pids_limit_hits),
         )
         return Measured(usage, self._disk_full, self._inodes_full, self._tmp_full)
+
+
+def empty_disk(tree: HostTree) -> int:
+    """Bytes that the file system of a fresh disk uses for itself."""
+    if tree.mode != "image":
+        return 0
+    info = os.statvfs(tree.path)
+    return (info.f_blocks - info.f_bfree) * info.f_frsize
 
 
 def _delta(before: float | None, after: float | None) -> float | None:
