@@ -24,7 +24,8 @@ MAX_BODY = 32 * 1024 * 1024
 AGENT_VIEW_CHARS = 8000
 
 RESOURCES = ("timeout", "memory", "cpu", "pids", "disk", "tmp", "output_limit", "output_kill")
-_NUMBERS = ("timeout", "ttl", "cpu", "pids")
+_EXAMPLES = {"timeout": "60", "ttl": "3600", "cpu": "0.5", "pids": "128"}
+_NUMBERS = tuple(_EXAMPLES)
 PLACES = ("runtime", "template", "isolation", "network", "session")
 
 _HELP = {
@@ -227,7 +228,8 @@ def _number(name: str, text: str) -> int | float:
         detail = str(error)
         if name == "cpu":
             detail = f"{shown(text)} is not a number of CPUs; write decimals, such as 2 or 0.5"
-        raise CorralError("invalid_value", detail, field=f"/{name}") from error
+        hint = f"for example --{name} {_EXAMPLES[name]}"
+        raise CorralError("invalid_value", detail, hint=hint, field=f"/{name}") from error
 
 
 def _base64(data: bytes) -> str:
