@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,18 +16,17 @@ from corral.domain.fence import Fence
 from corral.domain.ids import is_id, ulid_of
 from corral.domain.limits import LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups, disk, sockets
+from corral.linux import cgroups
 from corral.linux.guesttree import remove_tree
 from corral.node import execs as exec_life
-from corral.node import files, leftovers
-from corral.node.body import SOCKET, Body
+from corral.node import files, leftovers, making
+from corral.node.body import Body
 from corral.node.execs import Exec
-from corral.node.interpreter import GUEST_ARGV, ensure_interpreter
+from corral.node.interpreter import ensure_interpreter
 from corral.node.journal import ExecEntry, InstanceEntry, Journal
 from corral.node.probes import Probes
 from corral.node.spool import Spool
 from corral.node.templates import Templates
-from corral.node.watch import empty_disk
 from corral.ports.node import (
     Chunk,
     Collected,
@@ -39,7 +37,7 @@ from corral.ports.node import (
     InstanceReport,
     Progress,
 )
-from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, InstanceSpec, Runtime, RuntimeInfo, Stats
+from corral.ports.runtime import Evidence, HostTree, Instance, Runtime, RuntimeInfo, Stats
 
 BACKUP_CLOCK_S = 10.0
 """The guest ends an exec by itself this long after the host should have: for when no node lives."""
@@ -77,7 +75,7 @@ class LocalNode:
         self._journal = Journal(os.path.join(self._state, "node"))
         self._bodies: dict[str, Body] = {}
         self._creating: dict[str, asyncio.Future[InstanceReport]] = {}
-        self._destroying: dict[str, asyncio.Future[Evidence]] = {}
+        self._destroying: dict[str, asyncio.Task[Evidence]] = {}
         self._execs: dict[str, Exec] = {}
         self._lost: asyncio.Queue[str] = asyncio.Queue()
         self._probes = Probes(os.path.join(self._state, "node", "probes.json"), self._runtimes)
@@ -113,7 +111,7 @@ class LocalNode:
         body: Body | None = None
         try:
             if entry.state == "live":
-                instance = await runtime.attach(_ref_from(entry.data["ref"]))
+                instance = await runtime.attach(making.ref_from_json(entry.data["ref"]))
                 if instance is not None:
                     body = await self._reconnect(entry, runtime, instance, execs)
         except (CorralError, OSError):
@@ -248,79 +246,37 @@ class LocalNode:
         runtime = self._runtimes.get(request.runtime)
         if runtime is None:
             raise CorralError("runtime_unavailable", f"there is no runtime {request.runtime!r}", field="/runtime")
-        phases: dict[str, float] = {}
-        clock = _Clock(phases)
+        clock = making.Clock()
         info = await self._probes.one(request.runtime)
         if not info.usable:
             raise CorralError("runtime_unavailable", f"{request.runtime}: {info.reason}", hint="see `corral doctor`")
         template = await self._templates.ensure(request.template, progress)
         interpreter = await asyncio.to_thread(ensure_interpreter, self._state, progress)
         clock.lap("template_ms")
-        directory = self._directory(request.instance_id)
         deadline_at = time.monotonic() + request.deadline_s
-        data: dict[str, Any] = {
-            "runtime": request.runtime,
-            "sandbox_id": request.sandbox_id,
-            "incarnation": request.incarnation,
-            "template_digest": template.digest,
-            "security_level": info.security_level,
-            "modes": dataclasses.asdict(info.limits),
-            "limits": dataclasses.asdict(request.limits),
-            "deadline_at": deadline_at,
-            "ref": _ref_to(runtime.partial_ref(directory, request.instance_id)),
-        }
-        self._journal.put_instance(InstanceEntry(request.instance_id, "creating", request.fence, data))
-        faults.point("node.create.journalled")
-        body: Body | None = None
-        try:
-            os.makedirs(directory, exist_ok=True)
-            os.chmod(directory, 0o711)  # noqa: S103  # the sandbox's own uid passes through, and may not list
-            control = sockets.listen(directory, SOCKET)
-            try:
-                spec = InstanceSpec(
-                    instance_id=request.instance_id,
-                    sandbox_id=request.sandbox_id,
-                    incarnation=request.incarnation,
-                    installation_id=self._installation,
-                    directory=directory,
-                    rootfs=template.path,
-                    interpreter=str(interpreter),
-                    guest_argv=(
-                        *GUEST_ARGV,
-                        *("--instance", request.instance_id, "--installation", self._installation),
-                        *("--deadline", f"{request.deadline_s:.3f}"),
-                    ),
-                    limits=request.limits,
-                    unsafe=request.unsafe,
-                )
-                instance = await runtime.create(spec, control)
-            finally:
-                control.close()
-            faults.point("node.create.made")
-            clock.lap("runtime_ms")
-            data["ref"] = _ref_to(instance.ref)
-            data["disk_base"] = empty_disk(instance.tree)
-            body = self._body(request.instance_id, runtime, instance, data)
-            client = await body.client()
-            clock.lap("connect_ms")
-            await client.identify(request.sandbox_id, request.fence, now=time.time(), entropy=os.urandom(32))
-            clock.lap("identify_ms")
-            await body.find_pid1()
-            self._journal.put_instance(InstanceEntry(request.instance_id, "live", request.fence, data))
-        except BaseException as error:
-            if body is not None:
-                if isinstance(error, CorralError) and error.code == "guest_lost":
-                    said = await asyncio.to_thread(_tail, os.path.join(body.tree.path, disk.LOG))
-                    error = CorralError("infra_error", f"the sandbox did not start: {said or error.detail}")
-                await body.let_go()
-            await asyncio.shield(self._undo(request.instance_id, runtime))
-            if isinstance(error, OSError) and not isinstance(error, CorralError):
-                code = "too_large" if error.errno == errno.ENOSPC else "infra_error"
-                raise CorralError(code, f"the sandbox could not be made: {error}") from error
-            raise error
+        body = await making.make(
+            request,
+            runtime,
+            self._journal,
+            directory=self._directory(request.instance_id),
+            rootfs=template.path,
+            interpreter=str(interpreter),
+            installation_id=self._installation,
+            facts={
+                "runtime": request.runtime,
+                "template_digest": template.digest,
+                "security_level": info.security_level,
+                "modes": dataclasses.asdict(info.limits),
+                "limits": dataclasses.asdict(request.limits),
+                "deadline_at": deadline_at,
+            },
+            body_of=lambda instance, data: self._body(request.instance_id, runtime, instance, data),
+            clock=clock,
+        )
         self._bodies[request.instance_id] = body
         body.watch(max(0.0, deadline_at - time.monotonic()))
-        return InstanceReport(request.instance_id, data["ref"], template.digest, info.security_level, phases)
+        ref = making.ref_to_json(body.ref)
+        return InstanceReport(request.instance_id, ref, template.digest, info.security_level, clock.phases)
 
     def _directory(self, instance_id: str) -> str:
         return os.path.join(self._state, "i", ulid_of(instance_id))
@@ -343,21 +299,10 @@ class LocalNode:
         runtime = self._runtimes.get(entry.data["runtime"])
         if runtime is None:
             return Evidence(False, (f"instance {instance_id}: its runtime {entry.data['runtime']} is not here",))
-        future = self._destroying[instance_id] = asyncio.get_running_loop().create_future()
-        try:
-            # Shielded: half a destruction because the caller gave up would be a leftover.
-            evidence = await asyncio.shield(asyncio.ensure_future(self._destroy(instance_id, runtime, reason)))
-            future.set_result(evidence)
-            return evidence
-        except BaseException as error:
-            if not future.done():
-                future.set_exception(
-                    error if isinstance(error, CorralError) else CorralError("infra_error", str(error))
-                )
-                future.exception()
-            raise
-        finally:
-            del self._destroying[instance_id]
+        # A task of its own: half a destruction because the caller gave up would be a leftover.
+        task = self._destroying[instance_id] = asyncio.create_task(self._destroy(instance_id, runtime, reason))
+        task.add_done_callback(lambda _: self._destroying.pop(instance_id, None))
+        return await asyncio.shield(task)
 
     async def _destroy(self, instance_id: str, runtime: Runtime, reason: str) -> Evidence:
         self._journal.set_instance(instance_id, state="condemned")
@@ -379,18 +324,7 @@ class LocalNode:
         return await self._undo(instance_id, runtime)
 
     async def _undo(self, instance_id: str, runtime: Runtime) -> Evidence:
-        """Remove an instance by its journalled ref; the entry goes only with everything else."""
-        entry = self._journal.instances.get(instance_id)
-        directory = self._directory(instance_id)
-        ref = _ref_from(entry.data["ref"]) if entry is not None else runtime.partial_ref(directory, instance_id)
-        evidence = await runtime.destroy(ref)
-        left = list(evidence.left)
-        if evidence.clean:
-            left += await asyncio.to_thread(remove_tree, directory)
-        if left:
-            return Evidence(False, tuple(left), evidence.notes)
-        self._journal.drop_instance(instance_id)
-        return evidence
+        return await making.undo(self._journal, runtime, self._directory(instance_id), instance_id)
 
     # -- fence and deadline --------------------------------------------------------------------------------------------
     def _alive(self, instance_id: str) -> Body:
@@ -681,37 +615,3 @@ class LocalNode:
 
 
 _ENDED_BY = frozenset({"cancelled", "sandbox_deleted", "lease_lost", "timeout", "circuit_breaker"})
-
-
-def _ref_to(ref: InstanceRef) -> dict[str, Any]:
-    return dataclasses.asdict(ref)
-
-
-def _ref_from(data: dict[str, Any]) -> InstanceRef:
-    return InstanceRef(data["runtime"], data["instance_id"], data["directory"], data["data"])
-
-
-def _tail(path: str) -> str:
-    """The guest's last words; before any exec has run they are its own."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        size = os.fstat(fd).st_size
-        return os.pread(fd, 400, max(0, size - 400)).decode("utf-8", "replace").strip()
-    finally:
-        os.close(fd)
-
-
-class _Clock:
-    """Milliseconds per phase."""
-
-    def __init__(self, phases: dict[str, float]) -> None:
-        self._phases = phases
-        self._at = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self._phases[name] = round((now - self._at) * 1000, 3)
-        self._at = now
