@@ -2,7 +2,7 @@
 
 `start_owner` makes this process the owner of a state directory whose lock the caller holds: an event loop in a background thread
 with store, node and services on it. Calls of this process go straight to `api.routes.dispatch`; the socket for other processes
-is bound at once, the web framework is imported when the first of them connects.
+is bound at once, the web server is imported when the first of them connects.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Owner:
 
     async def _serve(self, listener: socket.socket) -> None:
         assert self._services is not None
-        create_app, uvicorn = await asyncio.to_thread(_web)
+        application, uvicorn = await asyncio.to_thread(_web)
         if self._closed:
             return
         self._server = uvicorn.Server(
             uvicorn.Config(
-                create_app(self._services),
+                application(self._services),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -232,15 +232,16 @@ def _web() -> tuple[Any, Any]:
     import logging
 
     import uvicorn
+    import uvicorn.protocols.http.h11_impl  # what it would import later, on the event loop
 
-    from corral.api.app import create_app
+    from corral.api.asgi import Application
 
     if not os.environ.get(
         "CORRAL_LOG"
     ):  # stderr belongs to the program; what a broken connection means is the client's to say
         logging.getLogger("uvicorn").addHandler(logging.NullHandler())
         logging.getLogger("uvicorn").propagate = False
-    return create_app, uvicorn
+    return Application, uvicorn
 
 
 def bind_socket(state_dir: str) -> socket.socket:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float | None], None]
 SOCKET = "api.sock"
+LOOK_S = 0.004
+"""How often a process that waits tries the lock."""
 
 
 class EmbeddedTransport(Repeating):
@@ -57,13 +60,28 @@ class EmbeddedTransport(Repeating):
             if self._single is single and self._owner is None:
                 self._single = None
 
+    def pause(self, seconds: float) -> None:
+        """Wait for the lock rather than for the clock: whoever waits has the same chance as whoever comes now."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            with self._guard:
+                if self._single is not None or self._closed:
+                    return
+                if (lock := _lock(self._settings.state_dir)) is not None:
+                    self._single = self._own(lock)
+                    return
+            time.sleep(LOOK_S)
+
     def _elect(self) -> Single:
         config.prepare_state(self._settings.state_dir)
         lock = _lock(self._settings.state_dir)
-        if lock is None:
-            from corral.client.http import unix_transport
+        if lock is not None:
+            return self._own(lock)
+        from corral.client.http import unix_transport
 
-            return unix_transport(self._settings.state_dir, SOCKET)
+        return unix_transport(self._settings.state_dir, SOCKET)
+
+    def _own(self, lock: int) -> Single:
         from corral import bootstrap
 
         try:

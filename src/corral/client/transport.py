@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -108,6 +108,10 @@ class Repeating:
     def failed(self, single: Single) -> None:
         """Forget what broke; the next `current` makes another."""
 
+    def pause(self, seconds: float) -> None:
+        """Wait before the next attempt; less if there is a reason to try at once."""
+        time.sleep(seconds)
+
     def request(
         self,
         method: str,
@@ -126,12 +130,12 @@ class Repeating:
                 return single.request(method, path, json, params, fields)
             except Cut as cut:
                 self.failed(single)
-                backoff.wait(cut)
+                backoff.wait(cut, self.pause)
             except CorralError as error:
                 if error.code != "shutting_down":
                     raise
                 self.failed(single)
-                backoff.wait(error)
+                backoff.wait(error, self.pause)
 
     def stream(self, path: str, params: Params | None = None) -> Iterator[Event]:
         wanted = dict(params or {})
@@ -154,12 +158,12 @@ class Repeating:
                 raise Cut("the stream ended early", sent=True)
             except Cut as cut:
                 self.failed(single)
-                backoff.wait(cut)
+                backoff.wait(cut, self.pause)
             except CorralError as error:
                 if error.code != "shutting_down":
                     raise
                 self.failed(single)
-                backoff.wait(error)
+                backoff.wait(error, self.pause)
 
     def download(self, path: str, params: Params | None = None) -> Iterator[bytes]:
         backoff = _Backoff(self._patience_s)
@@ -170,7 +174,7 @@ class Repeating:
                 return
             except Cut as cut:  # nothing was yielded yet: a broken body is an error of its own
                 self.failed(single)
-                backoff.wait(cut)
+                backoff.wait(cut, self.pause)
 
     def upload(self, path: str, chunks: Iterable[bytes], params: Params | None = None, method: str = "PUT") -> Json:
         backoff = _Backoff(self._patience_s)
@@ -182,7 +186,7 @@ class Repeating:
                 self.failed(single)
                 if cut.sent:
                     raise CorralError("infra_error", "the upload broke off", hint="send it again") from cut
-                backoff.wait(cut)
+                backoff.wait(cut, self.pause)
 
     def close(self) -> None:
         """Subclasses let go of what they hold."""
@@ -193,10 +197,10 @@ class _Backoff:
         self._until = time.monotonic() + patience_s
         self._pause = 0.01
 
-    def wait(self, cause: Exception) -> None:
+    def wait(self, cause: Exception, sleep: Callable[[float], object] = time.sleep) -> None:
         if time.monotonic() >= self._until:
             if isinstance(cause, CorralError):
                 raise cause
             raise CorralError("node_unavailable", f"the service does not answer: {cause}") from cause
-        time.sleep(self._pause)
+        sleep(self._pause)
         self._pause = min(self._pause * 1.6, 0.5)
