@@ -14,12 +14,19 @@ from corral.cli.connection import opened
 def command(ctx: click.Context, as_json: bool) -> None:
     """Remove processes, mounts, cgroups, loop devices and files that no sandbox owns any more."""
     with opened() as transport:
-        counts = transport.request("POST", "/v1/gc")
+        answer = transport.request("POST", "/v1/gc")
+    removed = dict(answer["removed"])
+    failed = removed.pop("failed", 0)
+    removed["sandbox"] = answer.get("sandboxes", 0)
     if as_json:
-        terminal.put_json(counts)
+        terminal.put_json(answer)
     else:
-        rows = [{"kind": kind, "removed": count} for kind, count in counts.items() if kind != "failed" and count]
-        terminal.table(rows, ("kind", "removed"), empty="nothing to remove")
-    if counts.get("failed"):
-        terminal.say(f"corral: infra_error: {counts['failed']} could not be removed (corral doctor lists them)")
+        rows = [{"kind": kind, "removed": count} for kind, count in removed.items() if count]
+        if rows or not failed:
+            terminal.table(rows, ("kind", "removed"), empty="nothing to remove")
+    if failed:
+        for left in () if as_json else answer.get("leftovers", ()):
+            terminal.say(f"corral: left: {left.get('kind')} {left.get('id')}")
+        hint = "run it again; corral doctor lists what is left"
+        terminal.say(f"corral: infra_error: {failed} could not be removed ({hint})")
         ctx.exit(125)

@@ -106,10 +106,13 @@ def test_doctor_fails_without_a_default(
 
 
 def test_gc_fails_when_something_could_not_be_removed(corral: Call, transport: FakeTransport) -> None:
-    transport.document = {"mount": 2, "failed": 0}
+    transport.document = {"removed": {"mount": 2, "failed": 0}, "sandboxes": 0, "leftovers": []}
     assert corral("gc").out.decode().splitlines()[1].split() == ["mount", "2"]
-    transport.document = {"mount": 0, "failed": 1}
-    assert corral("gc").status == 125
+    left = {"kind": "loop", "id": "/dev/loop9", "instance_id": "ins_1"}
+    transport.document = {"removed": {"mount": 0, "failed": 1}, "sandboxes": 0, "leftovers": [left]}
+    said = corral("gc")
+    assert (said.status, said.out) == (125, b"")
+    assert "left: loop /dev/loop9" in said.err and "1 could not be removed" in said.err
 
 
 def test_upload_is_a_tar_of_what_is_there(corral: Call, transport: FakeTransport, tmp_path: Path) -> None:
