@@ -54,6 +54,7 @@ class _Attached:
         self.news = asyncio.Event()
         self.ended: ExecStatus | None = None
         self.leaving = False
+        self.superseded = False
 
     def add(self, name: Stream, offset: int, t_ms: int, data: bytes, window: int) -> None:
         if offset != self.next[name]:
@@ -333,6 +334,28 @@ class GuestClient:
             raise Violation("an unknown event")
 
     # -- requests ----------------------------------------------------------------------------------------------------------------
+    def _ask(
+        self,
+        operation: str,
+        values: Mapping[str, Any] | None = None,
+        *,
+        fence: Fence | None = None,
+        payload: bytes | memoryview | None = None,
+    ) -> tuple[int, asyncio.Future[dict[str, Any]]]:
+        """Send a request; its answer or its error comes through the future."""
+        self._number += 1
+        number = self._number
+        request: dict[str, Any] = {"id": number, "op": operation, **(values or {})}
+        if fence is not None:
+            request["fence"] = [fence.incarnation, fence.token]
+        frame = (
+            protocol.control(protocol.REQUEST, request) if payload is None else protocol.input_frame(request, payload)
+        )
+        self._send(frame)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
+        return number, future
+
     async def _request(
         self,
         operation: str,
@@ -343,18 +366,8 @@ class GuestClient:
         payload: bytes | memoryview | None = None,
     ) -> dict[str, Any]:
         """One question, one answer. Silence beyond the limit loses the guest; a cancelled caller only loses the answer."""
-        self._number += 1
-        number = self._number
-        request: dict[str, Any] = {"id": number, "op": operation, **(values or {})}
-        if fence is not None:
-            request["fence"] = [fence.incarnation, fence.token]
-        frame = (
-            protocol.control(protocol.REQUEST, request) if payload is None else protocol.input_frame(request, payload)
-        )
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._pending[number] = future
+        number, future = self._ask(operation, values, fence=fence, payload=payload)
         try:
-            self._send(frame)
             async with asyncio.timeout(self.limits.request_s + patience):
                 return await future
         except TimeoutError:
@@ -406,13 +419,17 @@ class GuestClient:
     async def attach(self, exec_id: str, offsets: Mapping[str, int] | None = None) -> AsyncIterator[Data | Ended]:
         """Output from the offsets on, then `Ended`. Bytes are acknowledged (dropped by the guest) as the consumer takes them.
 
-        One follower per exec: a later `attach` (of this or another connection) takes over, and this one waits for nothing.
+        One follower per exec: a later `attach` takes over and the earlier one ends with `conflict`.
         """
         names: tuple[Stream, ...] = ("stdout", "stderr")
         begin: dict[Stream, int] = {name: (offsets or {}).get(name, 0) for name in names}
         self._stream_number += 2
         numbers: dict[Stream, int] = {"stdout": self._stream_number, "stderr": self._stream_number + 1}
         attached = _Attached(self._stream_number, exec_id, numbers, begin)
+        for other in self._attached.values():
+            if other.exec_id == exec_id and other.ended is None:
+                other.superseded = True
+                other.news.set()
         self._attached[attached.number] = attached
         for name, number in numbers.items():
             self._streams[number] = (attached, name)
@@ -432,6 +449,8 @@ class GuestClient:
                     return
                 if self.lost_reason is not None:
                     raise self._error()
+                if attached.superseded:
+                    raise CorralError("conflict", "another follower of this exec took over")
                 attached.news.clear()
                 await attached.news.wait()
         finally:
@@ -446,18 +465,21 @@ class GuestClient:
         attached.queue.clear()
         if attached.ended is not None or self.lost_reason is not None:
             self._forget(attached)
-        else:
-            attached.leaving = True
-            self._spawn(self._detach(attached))
-
-    async def _detach(self, attached: _Attached) -> None:
+            return
+        attached.leaving = True
+        # No task waits for the answer: until it comes the streams stay known, and the keep-alive watches the guest.
         try:
-            with contextlib.suppress(CorralError):
-                for name in attached.streams:
-                    self._acknowledge(attached, name, 1)
-                await self._request("exec.detach", {"attach": attached.number})
-        finally:
+            for name in attached.streams:
+                self._acknowledge(attached, name, 1)
+            answer = self._ask("exec.detach", {"attach": attached.number})[1]
+            answer.add_done_callback(lambda done: self._detached(attached, done))
+        except CorralError:
             self._forget(attached)
+
+    def _detached(self, attached: _Attached, answer: asyncio.Future[dict[str, Any]]) -> None:
+        if not answer.cancelled():
+            answer.exception()
+        self._forget(attached)
 
     def _forget(self, attached: _Attached) -> None:
         self._attached.pop(attached.number, None)

@@ -77,7 +77,7 @@ class Connection:
 
     def _read(self) -> None:
         try:
-            data = os.read(self.read_fd, 256 * 1024)
+            data = os.read(self.read_fd, 64 * 1024)
         except BlockingIOError:
             return
         except OSError:

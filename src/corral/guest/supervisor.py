@@ -36,8 +36,8 @@ _LIMITS = {
     "stack": resource.RLIMIT_STACK,
     "cpu": resource.RLIMIT_CPU,
 }
-_QUIET = (1, 2, 3, 10, 12, 13, 14, 15, 16, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30)
-"""Signals that a supervisor ignores; main gets their defaults back."""
+_QUIET = tuple(number for number in range(1, 65) if number not in (4, 5, 6, 7, 8, 11, _signal.SIGCHLD, 32, 33))
+"""Signals that a supervisor blocks: all but its own faults and the news of children."""
 
 LIMIT_NAMES = frozenset(_LIMITS)
 
@@ -113,8 +113,7 @@ class _Supervisor:
         plan = self.plan
         os.setsid()
         # A supervisor of the same uid as its exec can be signalled by it: only KILL and STOP may have an effect.
-        for number in _QUIET:
-            _signal.signal(number, _signal.SIG_IGN)
+        _signal.pthread_sigmask(_signal.SIG_SETMASK, _QUIET)
         _signal.set_wakeup_fd(-1)
         _close_others({0, 1, 2, plan.stdin, plan.stdout, plan.stderr, self.guest.fileno()})
         if not plan.dumpable:
@@ -293,9 +292,10 @@ def _prepare(plan: Plan) -> None:
     os.dup2(plan.stderr, 2)
     if plan.pty:
         fcntl.ioctl(0, TIOCSCTTY, 0)
-    # Python and the supervisor ignore these; everything else is at its default or reset by exec.
-    for number in _QUIET:
+    # What the interpreter and the guest ignore; the one handler is reset by exec.
+    for number in (2, 13, 25):
         _signal.signal(number, _signal.SIG_DFL)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
     os.umask(plan.umask)
     if plan.nice:
         os.nice(plan.nice)

@@ -169,6 +169,20 @@ async def test_an_exec_runs_on_while_there_is_no_client(guest) -> None:
     assert (result.stdout, result.status["exit_code"]) == (b"alone\n", 5)
 
 
+async def test_a_second_follower_takes_over_from_the_first(guest, client: GuestClient) -> None:
+    spec = guest.spec("sh", "-c", "echo one; read x; echo two", stdin="open")
+    await client.start_exec(spec, fence=FENCE)
+    first = client.attach(spec["exec_id"])
+    item = await anext(first)
+    assert isinstance(item, Data) and item.data == b"one\n"
+    second = asyncio.create_task(guest.follow(client, spec["exec_id"]))
+    with pytest.raises(CorralError) as caught:
+        await asyncio.wait_for(anext(first), 30)
+    assert caught.value.code == "conflict"
+    await client.stdin(spec["exec_id"], b"\n", fence=FENCE)
+    assert (await second).stdout == b"one\ntwo\n"
+
+
 async def test_acknowledged_output_is_gone(guest, client: GuestClient) -> None:
     spec = guest.spec("echo", "gone")
     await client.start_exec(spec, fence=FENCE)
