@@ -216,6 +216,7 @@ def test_a_client_takes_over_when_the_owner_is_killed(bubblewrap: Path) -> None:
     ended(client)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
     [
@@ -353,6 +354,32 @@ def test_importing_the_client_is_light() -> None:
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "asyncio" not in modules and "http.client" not in modules
     assert [m for m in modules if m.partition(".")[0] in BANNED] == []
+
+
+def test_the_sdk_runs_keeps_and_deletes(state: Path) -> None:
+    from corral.client import Corral
+
+    with Corral() as c:
+        run = c.run(command=["exit", "3"], runtime="fake")
+        assert (run.result.reason, run.result.exit_code, run.result.ok) == ("nonzero_exit", 3, False)
+        box = c.sandboxes.create(runtime="fake")
+        assert box.id in [each.id for each in c.sandboxes.list()]
+        assert box.exec(["echo", "你好"]).stdout.data == "你好\n".encode()
+        kinds = [event.kind for event in box.exec_stream(["lines", "3"])]
+        assert kinds[0] == "started" and kinds[-1] == "ended"
+        box.delete()
+        assert c.sandboxes.get(box.id).state == "terminated"
+
+
+async def test_the_async_sdk_is_the_same(state: Path) -> None:
+    from corral.client import AsyncCorral
+
+    async with AsyncCorral() as c:
+        assert (await c.run(command=["true"], runtime="fake")).result.ok
+        box = await c.sandboxes.create(runtime="fake")
+        assert (await box.exec(["echo", "x"])).stdout.text == "x\n"
+        assert [event.kind async for event in box.exec_stream(["true"])] == ["started", "ended"]
+        await box.delete()
 
 
 def test_a_url_is_checked() -> None:

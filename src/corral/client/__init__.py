@@ -1,4 +1,4 @@
-"""The SDK: see `docs`. Imports nothing heavy; `connect` picks the transport.
+"""The SDK. Imports nothing heavy; `Corral` is the face for programs, `connect` picks a transport.
 
 `connect()` -> `CORRAL_URL` (with `CORRAL_KEY`) if it is set, else embedded on the state directory.
 """
@@ -13,7 +13,18 @@ from corral.client.transport import Event, Transport
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Event", "Transport", "connect"]
+    from corral.client.sdk import AsyncCorral, Corral
+
+__all__ = ["AsyncCorral", "Corral", "Event", "Transport", "connect"]
+
+
+def __getattr__(name: str) -> object:
+    """`Corral` and `AsyncCorral` are imported when they are asked for: the command line does without them."""
+    if name in ("AsyncCorral", "Corral"):
+        from corral.client import sdk
+
+        return getattr(sdk, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def connect(

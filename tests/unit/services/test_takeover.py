@@ -92,6 +92,34 @@ async def test_a_running_program_goes_on_under_the_next_owner(world, until):
     assert world.node.starts == [exec_id]
 
 
+async def test_an_exec_that_certainly_never_arrived_is_sent_again(world, until):
+    from corral.domain.facts import ExecFacts
+
+    world.node.start_gate = asyncio.Event()
+    run_id = (await world.call("POST", "/v1/runs", {"command": ["print", "x"]}, wait=0)).document["id"]
+
+    async def committed():
+        return bool(await world.store.open_execs())
+
+    await until(committed)
+    [row] = await world.store.open_execs()
+    await world.crash()
+    # What the node tells after its own restart: journalled, but the guest has never heard of it.
+    from corral.ports.node import ExecSpec
+
+    from .fake_node import FakeExec
+
+    [instance_id] = world.node.live
+    ghost = world.node.execs[row.exec_id] = FakeExec(ExecSpec(row.exec_id, ("print",)), instance_id)
+    ghost.end(ExecFacts(False, infra="interrupted"))
+    world.node.start_gate = None
+    await world.start()
+    await until(lambda: finished(world, run_id))
+    result = (await world.call("GET", f"/v1/runs/{run_id}")).document["result"]
+    assert (result["reason"], result["stdout"]["text"]) == ("ok", "x")
+    assert world.node.starts == [row.exec_id]
+
+
 async def test_a_sandbox_that_died_meanwhile_is_never_a_success(world, until):
     run_id = (await world.call("POST", "/v1/runs", {"command": ["sleep"]}, wait=0)).document["id"]
     await until(lambda: world.node.starts)
