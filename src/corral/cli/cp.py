@@ -24,6 +24,7 @@ from corral.client.transport import quote
 from corral.errors import CorralError
 
 BLOCK = 256 * 1024
+_SOURCE = "name a file or directory that can be read, or - for a tar stream"
 _SIDE = re.compile(r"(sbx_[0-9a-z]{26}):(.*)", re.DOTALL)
 _LIKELY_SIDE = re.compile(r"(sbx_[^:/]*):(.*)", re.DOTALL)
 
@@ -87,7 +88,7 @@ class Remote:
         try:
             facts = os.lstat(src)
         except OSError as error:
-            raise CorralError("usage", f"cannot read {src!r}: {error.strerror}", field="SRC") from error
+            raise CorralError("usage", f"cannot read {src!r}: {error.strerror}", field="SRC", hint=_SOURCE) from error
         contents_only = src.endswith("/.")
         if self.path == "/workspace" or self.into or self.kind() == "dir":
             folder = self.path
@@ -113,7 +114,12 @@ class Remote:
             raise CorralError("infra_error", f"the archive is damaged: {error}", retryable=False) from error
         except OSError as error:
             where = error.filename if isinstance(error.filename, str) else dst
-            raise CorralError("usage", f"cannot write {where!r}: {error.strerror or error}", field="DST") from error
+            raise CorralError(
+                "usage",
+                f"cannot write {where!r}: {error.strerror or error}",
+                field="DST",
+                hint="name a place that you may write to",
+            ) from error
 
     def get_stream(self) -> words.Json:
         """From here as a tar stream to stdout."""
@@ -153,9 +159,9 @@ def _pack(src: str, name: str, done: Unpacked) -> Iterator[bytes]:
                     yield _header(info)
                     yield from _content(file, info.size, path)
             else:
-                raise CorralError("usage", f"{path!r} is no file, directory or link", field="SRC")
+                raise CorralError("usage", f"{path!r} is no file, directory or link", field="SRC", hint=_SOURCE)
         except OSError as error:
-            raise CorralError("usage", f"cannot read {path!r}: {error.strerror}", field="SRC") from error
+            raise CorralError("usage", f"cannot read {path!r}: {error.strerror}", field="SRC", hint=_SOURCE) from error
         done.count(info)
     yield bytes(2 * tarfile.BLOCKSIZE)
 
@@ -169,7 +175,9 @@ def _content(file: io.BufferedReader, size: int, path: str) -> Iterator[bytes]:
     while left:
         block = file.read(min(left, BLOCK))
         if not block:
-            raise CorralError("usage", f"{path!r} became shorter while it was read", field="SRC")
+            raise CorralError(
+                "usage", f"{path!r} became shorter while it was read", field="SRC", hint="copy it once more"
+            )
         left -= len(block)
         yield block
     yield bytes(-size % tarfile.BLOCKSIZE)

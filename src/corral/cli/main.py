@@ -109,10 +109,15 @@ def call(arguments: Sequence[str]) -> int:
             return 0
         except click.exceptions.Exit as end:
             return end.exit_code
+        except click.exceptions.NoArgsIsHelpError as error:
+            told = CorralError("usage", "no command given", hint="the commands follow")
+            terminal.complain(told)
+            terminal.write(2, f"{error.format_message()}\n".encode())
+            return told.exit_status
         except click.UsageError as error:
             return _refuse(_usage(error), as_json)
         except click.ClickException as error:
-            return _refuse(CorralError("usage", error.format_message()), as_json)
+            return _refuse(CorralError("usage", error.format_message(), hint="see corral --help"), as_json)
         except KeyboardInterrupt as stopped:
             return stopped.exit_status if isinstance(stopped, Interrupted) else 130
         except CorralError as error:

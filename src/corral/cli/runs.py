@@ -13,9 +13,22 @@ from corral.client.transport import quote
 COLUMNS = ("id", "state", "reason", "sandbox_id", "created_at")
 
 
-@click.group(name="runs")
+class Listing(click.Group):
+    """A group that lists when nothing is named, and shows what an id names: `runs`, `runs ID`, with options anywhere."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        names = [word for word in args if not word.startswith("-")]
+        if ("-h" not in args and "--help" not in args) or names:
+            if not names:
+                args = ["ls", *args]
+            elif names[0].startswith("run_"):
+                args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(name="runs", cls=Listing, options_metavar="[--json]", subcommand_metavar="[ID | COMMAND [ARGS]...]")
 def command() -> None:
-    """List runs, show one."""
+    """List runs, or show the one that ID names."""
 
 
 @command.command()

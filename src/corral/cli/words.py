@@ -26,6 +26,7 @@ AGENT_VIEW_CHARS = 8000
 RESOURCES = ("timeout", "memory", "cpu", "pids", "disk", "tmp", "output_limit", "output_kill")
 _EXAMPLES = {"timeout": "60", "ttl": "3600", "cpu": "0.5", "pids": "128"}
 _NUMBERS = tuple(_EXAMPLES)
+_FILE = "name a file or directory that can be read: --file SRC[:DEST]"
 PLACES = ("runtime", "template", "isolation", "network", "session")
 
 _HELP = {
@@ -211,7 +212,9 @@ def _environment(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not name or not equals:
-            raise CorralError("usage", f"--env {pair!r} is not K=V", field="--env")
+            raise CorralError(
+                "usage", f"--env {pair!r} is not K=V", field="--env", hint="for example --env LANG=C.UTF-8"
+            )
         env[name] = value
     return env
 
@@ -245,7 +248,8 @@ def _read_stdin(source: str) -> bytes:
             with open(source, "rb") as file:
                 data = file.read(MAX_BODY + 1)
     except OSError as error:
-        raise CorralError("usage", f"cannot read {source!r}: {_why(error)}", field="--stdin") from error
+        hint = "name a file that can be read, or - for the standard input"
+        raise CorralError("usage", f"cannot read {source!r}: {_why(error)}", field="--stdin", hint=hint) from error
     if len(data) > MAX_BODY * 3 // 4:
         raise CorralError(
             "too_large", "standard input is over 24 MiB", field="/stdin", hint="put it into a file with corral cp"
@@ -268,11 +272,13 @@ def _files(sources: Sequence[str]) -> list[Json]:
                 with open(path, "rb") as file:
                     facts = os.fstat(file.fileno())
                     if not stat.S_ISREG(facts.st_mode):
-                        raise CorralError("usage", f"{path!r} is not a file or directory", field="--file")
+                        raise CorralError("usage", f"{path!r} is not a file or directory", field="--file", hint=_FILE)
                     room -= facts.st_size
                     data = b"" if room < 0 else file.read(facts.st_size + 1)
             except OSError as error:
-                raise CorralError("usage", f"cannot read {path!r}: {_why(error)}", field="--file") from error
+                raise CorralError(
+                    "usage", f"cannot read {path!r}: {_why(error)}", field="--file", hint=_FILE
+                ) from error
             if room < 0:
                 hint = "create a sandbox, copy them with corral cp, then use corral exec"
                 raise CorralError("too_large", "the files are over 24 MiB together", field="/files", hint=hint)
@@ -299,7 +305,7 @@ def _walk(src: str, dest: str) -> list[tuple[str, str]]:
 
 
 def _refuse(error: OSError) -> None:
-    raise CorralError("usage", f"cannot read {error.filename!r}: {_why(error)}", field="--file") from error
+    raise CorralError("usage", f"cannot read {error.filename!r}: {_why(error)}", field="--file", hint=_FILE) from error
 
 
 def view(chars: str | None) -> Json:
@@ -307,5 +313,6 @@ def view(chars: str | None) -> Json:
     if chars is None:
         return {}
     if not (chars.isascii() and chars.isdigit() and len(chars) < 10):
-        raise CorralError("usage", f"--agent-view {shown(chars)} is not a number of characters", field="--agent-view")
+        detail = f"--agent-view {shown(chars)} is not a number of characters"
+        raise CorralError("usage", detail, field="--agent-view", hint=f"for example --agent-view {AGENT_VIEW_CHARS}")
     return {"view": "agent", "chars": int(chars)}

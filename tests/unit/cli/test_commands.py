@@ -52,6 +52,54 @@ def test_ls_reads_every_page(corral: Call, transport: FakeTransport) -> None:
     assert [call[3].get("after") for call in transport.calls] == [None, "n"]
 
 
+RUNS = {"items": [{"id": RUN, "state": "finished"}], "next": None}
+
+
+@pytest.mark.parametrize("words", [["runs"], ["runs", "ls"]], ids=" ".join)
+def test_runs_are_listed_with_or_without_a_word_for_it(
+    corral: Call, transport: FakeTransport, words: list[str]
+) -> None:
+    transport.document = RUNS
+    assert corral(*words, "--json").json == RUNS
+    assert RUN in corral(*words).out.decode()
+    assert {call[1] for call in transport.calls} == {"/v1/runs"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["runs", RUN, "--json"], ["runs", "--json", RUN], ["runs", "show", RUN, "--json"], ["runs", "--agent-view", RUN, "--json"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_run_is_shown_by_its_id_alone(corral: Call, transport: FakeTransport, words: list[str]) -> None:
+    assert corral(*words).json["id"] == RUN
+    assert transport.calls[-1][:2] == ("GET", f"/v1/runs/{RUN}")
+    assert transport.calls[-1][3] == ({"view": "agent", "chars": 8000} if "--agent-view" in words else {})
+
+
+def test_a_run_that_never_existed_is_not_found_and_another_word_is_usage(
+    corral: Call, transport: FakeTransport
+) -> None:
+    transport.document = refusal("not_found", "no run")
+    said = corral("runs", "run_x", "--json")
+    assert (said.status, said.json["error"]["code"]) == (125, "not_found")
+    assert corral("runs", "lst", "--json").json["error"]["code"] == "usage"
+    assert corral("runs", "lst").status == 2
+
+
+@pytest.mark.parametrize("words", [[], ["sandbox"], ["template"]], ids=" ".join)
+def test_a_group_alone_prints_its_help_to_stderr_and_is_2(corral: Call, words: list[str]) -> None:
+    said = corral(*words)
+    assert (said.status, said.out) == (2, b"")
+    lines = said.err.splitlines()
+    assert lines[0].startswith("corral: usage: no command given")
+    assert lines[1].startswith(f"Usage: {' '.join(['corral', *words])}") and "Commands:" in lines
+
+
+def test_help_of_runs_is_help(corral: Call, transport: FakeTransport) -> None:
+    said = corral("runs", "--help")
+    assert said.status == 0 and said.out.startswith(b"Usage: corral runs") and transport.calls == []
+
+
 def test_ls_prints_plain_columns_when_it_is_no_terminal(corral: Call, transport: FakeTransport) -> None:
     transport.document = {"items": [SBX | {"state": "id\x1b[0m"}], "next": None}
     lines = corral("sandbox", "ls").out.decode().splitlines()
