@@ -58,6 +58,7 @@ class RunningGuest:
             OF_THE_SYSTEM if mode == "same_uid" else OWN, "-I", "-S", "-B", str(BOOT),
             "--instance", "ins_test", "--installation", "test",
             "--exec-uid", str(uid), "--exec-gid", str(uid if uid != os.getuid() else os.getgid()),
+            "--deadline", "300",  # whatever happens to the test, nothing of it lives on
             *arguments,
             "--control-fd", str(listener.fileno()),
         ]  # fmt: skip
@@ -119,8 +120,8 @@ class RunningGuest:
             await client.close()
         if self.process.poll() is None:
             with contextlib.suppress(Exception):
-                client = await self.connect(identify=False)
-                await client.shutdown(fence=client.hello.floor)
+                client = await self.connect()
+                await client.shutdown(fence=max(FENCE, client.hello.floor))
                 await client.close()
         try:
             await asyncio.to_thread(self.process.wait, 15)
