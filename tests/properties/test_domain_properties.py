@@ -100,7 +100,7 @@ def test_no_json_makes_a_parser_raise_anything_but_a_corral_error(doc):
         try:
             parse(doc, HOST)
         except CorralError as error:
-            assert error.status in (413, 422) and error.field is not None and error.detail
+            assert error.status in (413, 422) and error.field is not None and error.detail and error.hint
             json.dumps(error.to_problem(), ensure_ascii=False, allow_nan=False).encode("utf-8")
 
 
@@ -114,6 +114,7 @@ def test_one_odd_member_in_a_good_run_is_taken_or_named(base, name, value):
         parse_run({**base, name: value}, HOST)
     except CorralError as error:
         assert error.field is not None and (error.field == "" or error.field.split("/")[1] in {*base, name})
+        assert error.hint
 
 
 def test_deep_nesting_is_no_way_to_the_stack():
@@ -155,12 +156,12 @@ def facts_of(exit_codes, trouble):
         sandbox_lost=some,
         guest_lost=some,
         killed_all=st.booleans(),
-        killed_children=st.integers(0, 3),
+        killed_children=st.integers(0, 3) | st.integers(120, 140),
         disk_full=st.booleans(),
         inodes_full=st.booleans(),
         tmp_full=st.booleans(),
         seccomp_hits=COUNTS,
-        usage=st.builds(Usage, oom_kills=COUNTS, pids_limit_hits=COUNTS),
+        usage=st.builds(Usage, oom_kills=COUNTS, pids_limit_hits=COUNTS, peak_pids=COUNTS | st.integers(120, 140)),
         stdout=STREAMS,
         stderr=STREAMS,
         infra=(st.none() | st.just("a disk failed")) if trouble else st.none(),
@@ -178,7 +179,7 @@ FACTS = facts_of(st.none() | st.integers(0, 255), trouble=True)
 PLAIN_FACTS = facts_of(st.sampled_from([None, 0, 0, 1, 137, 255]), trouble=False)
 
 
-def applicable(facts):
+def applicable(facts, modes):
     """The reasons of the contract that the facts support, written down a second time and as plainly as can be."""
     failed = facts.exit_code != 0
     known = facts.exit_code is not None or facts.signal is not None
@@ -189,9 +190,10 @@ def applicable(facts):
         found.append("oom")
     if failed and (facts.ended_by == "disk_watch" or facts.disk_full or facts.tmp_full):
         found.append("disk_full")
-    if failed and facts.inodes_full:
+    if failed and (facts.ended_by == "inodes_watch" or facts.inodes_full):
         found.append("inodes")
-    if failed and (facts.ended_by == "pids_watch" or facts.usage.pids_limit_hits):
+    crowd = modes.pids == "watched" and (facts.killed_children >= 128 or (facts.usage.peak_pids or 0) > 128)
+    if failed and (facts.ended_by == "pids_watch" or facts.usage.pids_limit_hits or crowd):
         found.append("pids_limit")
     if failed and (facts.signal == 31 or facts.seccomp_hits):
         found.append("seccomp")
@@ -204,8 +206,11 @@ def applicable(facts):
     return min(found, key=ORDER.index, default=None)
 
 
+MODES = st.sampled_from([LimitModes(), LimitModes(memory="watched", pids="watched", disk="watched")])
+
+
 @settings(max_examples=500)
-@given(FACTS, st.sampled_from([LimitModes(), LimitModes(memory="watched", pids="watched", disk="watched")]))
+@given(FACTS, MODES)
 def test_every_exec_has_one_verdict_that_can_be_sent(facts, modes):
     made = judge(facts, Limits(), modes)
     assert made.reason in ORDER or made.reason in NO_OUTCOME
@@ -222,10 +227,10 @@ def test_every_exec_has_one_verdict_that_can_be_sent(facts, modes):
 
 
 @settings(max_examples=500)
-@given(PLAIN_FACTS)
-def test_the_first_reason_that_applies_is_the_one(facts):
-    first = applicable(facts)
-    assert judge(facts, Limits(), LimitModes()).reason == (first or "infra_error")
+@given(PLAIN_FACTS, MODES)
+def test_the_first_reason_that_applies_is_the_one(facts, modes):
+    first = applicable(facts, modes)
+    assert judge(facts, Limits(), modes).reason == (first or "infra_error")
 
 
 @given(st.binary(max_size=200), st.integers(0, 200), st.integers(0, 10**6))

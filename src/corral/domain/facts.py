@@ -18,6 +18,7 @@ EndedBy = Literal[
     "memory_watch",
     "pids_watch",
     "disk_watch",
+    "inodes_watch",
 ]
 """Why *we* ended the exec, when we did."""
 
@@ -88,6 +89,8 @@ class ExecFacts:
     inodes_full: bool = False
     tmp_full: bool = False
     seccomp_hits: int | None = None
+    cpu_throttled: int | None = None
+    """How many times the kernel held it back for its share of the processors."""
     usage: Usage = field(default_factory=Usage)
     stdout: StreamFacts = field(default_factory=StreamFacts)
     stderr: StreamFacts = field(default_factory=StreamFacts)

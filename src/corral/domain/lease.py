@@ -104,4 +104,6 @@ def lost(why: str) -> CorralError:
 
 def _positive(ttl_ms: int) -> None:
     if ttl_ms <= 0:
-        raise CorralError("invalid_value", "a lease must last longer than 0 ms", field="/ttl_ms")
+        raise CorralError(
+            "invalid_value", "a lease must last longer than 0 ms", field="/ttl_ms", hint="for example 60000"
+        )

@@ -117,7 +117,7 @@ def _known(facts: Sequence[RuntimeFacts], wanted: str) -> None:
         raise CorralError(
             "not_supported_yet",
             f"this version has no adapter for the runtime {wanted}",
-            hint=f"use one of {', '.join(names)}" if names else None,
+            hint=f"use one of {', '.join(names)}" if names else "no runtime is installed",
             field="/runtime",
         )
     raise CorralError(

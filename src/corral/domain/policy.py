@@ -16,6 +16,7 @@ from corral.errors import CorralError
 
 T = TypeVar("T")
 _NOTHING: tuple[str, ...] = ()
+MEND = "mend the policy file; policy/default.yaml of the distribution shows every member"
 
 
 @dataclass(frozen=True)
@@ -219,16 +220,16 @@ class _Node:
 
     def __init__(self, value: Any, path: str, known: set[str] | None) -> None:
         if not isinstance(value, Mapping):
-            raise CorralError("invalid_value", f"{path}: must be a mapping, not {shown(value)}")
+            raise CorralError("invalid_value", f"{path}: must be a mapping, not {shown(value)}", hint=MEND)
         self._value = value
         self._path = path
         for name in value:
             if not isinstance(name, str) or (known is not None and name not in known):
-                hint = f"known: {', '.join(sorted(known))}" if known else None
+                hint = f"known: {', '.join(sorted(known))}" if known else MEND
                 raise CorralError("invalid_value", f"{path}.{name}: unknown member", hint=hint)
 
     def fail(self, name: str, detail: str) -> NoReturn:
-        raise CorralError("invalid_value", f"{self._path}.{name}: {detail}")
+        raise CorralError("invalid_value", f"{self._path}.{name}: {detail}", hint=MEND)
 
     def get(self, name: str, read: Callable[[Any], T], default: T = _MISSING) -> T:
         if name not in self._value:

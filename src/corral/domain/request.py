@@ -181,7 +181,7 @@ def parse_run(doc: Any, host: HostCaps) -> RunRequest:
     shape = fields.program(("code", "command", "shell"))
     code_path = fields.relative_path("code_path")
     if code_path is not None and shape != "code":
-        fields.fail("code_path", "code_path goes with code")
+        fields.fail("code_path", "code_path goes with code", "leave code_path out, or give code")
     code = fields.code() if shape == "code" else None
     return RunRequest(
         code=code,
@@ -268,7 +268,7 @@ class _Fields:
 
     def __init__(self, doc: Any, known: frozenset[str], elsewhere: Mapping[str, str] | None = None) -> None:
         if not isinstance(doc, dict):
-            invalid("", f"the request must be a JSON object, not {shown(doc)}")
+            invalid("", f"the request must be a JSON object, not {shown(doc)}", 'like {"command": ["echo", "hi"]}')
         self.doc: dict[str, Any] = doc
         for name in doc:
             if name in known:
@@ -277,7 +277,7 @@ class _Fields:
             if why is not None:
                 if doc[name] is None:
                     continue
-                self.fail(name, f"{name} {why}")
+                self.fail(name, f"{name} {why}", f"leave {name} out here, or make another sandbox with it")
             guess = nearest(str(name), known)
             self.fail(
                 name,
@@ -285,7 +285,7 @@ class _Fields:
                 f"did you mean {guess}?" if guess else f"known fields: {', '.join(sorted(known - frozenset(_LATER)))}",
             )
 
-    def fail(self, name: str | int, detail: str, hint: str | None = None) -> NoReturn:
+    def fail(self, name: str | int, detail: str, hint: str) -> NoReturn:
         invalid(pointer(name), detail, hint)
 
     def refuse_later(self, *names: str) -> None:
@@ -307,7 +307,7 @@ class _Fields:
         """The one of `names` that is given."""
         given = [name for name in names if self.doc.get(name) is not None]
         if not given:
-            invalid("", f"nothing to run: give exactly one of {', '.join(names)}")
+            invalid("", "nothing to run", f"give exactly one of {', '.join(names)}")
         if len(given) > 1:
             self.fail(
                 given[1], f"{given[0]} and {given[1]} exclude each other", f"give exactly one of {', '.join(names)}"
@@ -317,7 +317,7 @@ class _Fields:
     def code(self) -> str:
         value = self.doc["code"]
         if not isinstance(value, str):
-            self.fail("code", f"code is text, not {shown(value)}")
+            self.fail("code", f"code is text, not {shown(value)}", "the text of the program, like print(1)")
         size = len(utf8_of(value, "/code"))
         if size > MAX_CODE:
             raise CorralError(
@@ -339,7 +339,7 @@ class _Fields:
                 return language_of(code_path, code[:512].encode("utf-8", "surrogateescape"))
             self.fail("language", "code needs language", f"one of {', '.join(LANGUAGES)}")
         if not isinstance(value, str):
-            self.fail("language", f"language is text, not {shown(value)}")
+            self.fail("language", f"language is text, not {shown(value)}", f"one of {', '.join(LANGUAGES)}")
         if value not in LANGUAGES:
             guess = nearest(value, LANGUAGES)
             raise CorralError(
@@ -356,7 +356,7 @@ class _Fields:
         if value is None:
             return ()
         if not isinstance(value, list):
-            hint = "for a command line use shell" if isinstance(value, str) else None
+            hint = "for a command line use shell" if isinstance(value, str) else 'like ["echo", "hi"]'
             self.fail(name, f"{name} is a list of text, not {shown(value)}", hint)
         total = 0
         for index, word in enumerate(value):
@@ -367,9 +367,11 @@ class _Fields:
 
     def _word(self, word: Any, at: str) -> int:
         if not isinstance(word, str):
-            invalid(at, f"an argument is text, not {shown(word)}", "write numbers as text" if is_number(word) else None)
+            invalid(
+                at, f"an argument is text, not {shown(word)}", "write numbers as text" if is_number(word) else "text"
+            )
         if "\0" in word:
-            invalid(at, "an argument cannot hold a NUL character")
+            invalid(at, "an argument cannot hold a NUL character", "pass such data by stdin or files")
         size = len(utf8_of(word, at))
         if size > MAX_WORD:
             invalid(at, f"an argument has {size} bytes; the kernel takes {MAX_WORD}", "pass data by stdin or files")
@@ -378,7 +380,7 @@ class _Fields:
     def argv(self, name: str, *, with_args: bool) -> tuple[str, ...]:
         argv = self.words(name)
         if not argv or not argv[0]:
-            self.fail(name, f"{name} must name a program")
+            self.fail(name, f"{name} must name a program", 'like ["echo", "hi"]')
         return argv + (self.words("args") if with_args else ())
 
     def args(self, shape: str) -> tuple[str, ...]:
@@ -393,14 +395,14 @@ class _Fields:
         value = self.doc[name]
         self._word(value, pointer(name))
         if not value:
-            self.fail(name, f"{name} is empty")
+            self.fail(name, f"{name} is empty", "a command line, like echo hi")
         return str(value)
 
     # -- its surroundings ------------------------------------------------------------------------------------------------------
     def stdin(self) -> bytes | None:
         text, encoded = self.doc.get("stdin"), self.doc.get("stdin_base64")
         if text is not None and encoded is not None:
-            self.fail("stdin_base64", "stdin and stdin_base64 exclude each other")
+            self.fail("stdin_base64", "stdin and stdin_base64 exclude each other", "leave one of them out")
         if encoded is not None:
             return bytes_of(encoded, "/stdin_base64")
         if text is None:
@@ -414,16 +416,18 @@ class _Fields:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            self.fail("env", f"env is an object of text, not {shown(value)}")
+            self.fail("env", f"env is an object of text, not {shown(value)}", 'like {"LANG": "C.UTF-8"}')
         total = 0
         for name, content in value.items():
             at = pointer("env", name)
             if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-                invalid(at, f"{shown(name)} is no name of an environment variable")
+                invalid(
+                    at, f"{shown(name)} is no name of an environment variable", "a name without '=' and NUL, like LANG"
+                )
             if not isinstance(content, str):
-                invalid(at, f"the value of {shown(name)} is text, not {shown(content)}")
+                invalid(at, f"the value of {shown(name)} is text, not {shown(content)}", "write numbers as text")
             if "\0" in content:
-                invalid(at, f"the value of {shown(name)} cannot hold a NUL character")
+                invalid(at, f"the value of {shown(name)} cannot hold a NUL character", "pass such data by a file")
             size = len(utf8_of(name, at)) + len(utf8_of(content, at)) + 2
             if size > MAX_WORD:
                 invalid(at, f"the variable {shown(name)} has {size} bytes; the kernel takes {MAX_WORD}", "use a file")
@@ -437,16 +441,16 @@ class _Fields:
         if value is None:
             return None
         if not isinstance(value, str):
-            self.fail("cwd", f"cwd is text, not {shown(value)}")
+            self.fail("cwd", f"cwd is text, not {shown(value)}", "like /workspace/src")
         size = len(utf8_of(value, "/cwd"))
         if "\0" in value:
-            self.fail("cwd", "a path cannot hold a NUL character")
+            self.fail("cwd", "a path cannot hold a NUL character", "like /workspace/src")
         if not value.startswith("/"):
             self.fail(
                 "cwd", f"cwd must be absolute, not {shown(value)}", f"for example /workspace/{value[:60]}".rstrip("/")
             )
         if size > MAX_PATH:
-            self.fail("cwd", f"a path has at most {MAX_PATH} bytes")
+            self.fail("cwd", f"a path has at most {MAX_PATH} bytes", "shorten it")
         return value
 
     def user(self) -> str:
@@ -473,7 +477,7 @@ class _Fields:
         for index, item in enumerate(value):
             made = self._file(item, index)
             if made.path in seen:
-                invalid(pointer("files", index, "path"), f"{shown(made.path)} is given twice")
+                invalid(pointer("files", index, "path"), f"{shown(made.path)} is given twice", "leave one of them out")
             seen[made.path] = made
         for index, path in enumerate(seen):
             parts = path.split("/")
@@ -482,6 +486,7 @@ class _Fields:
                     invalid(
                         pointer("files", index, "path"),
                         f"{shown(path)} lies below {shown('/'.join(parts[:cut]))}, which is a file",
+                        "rename one of them",
                     )
         return tuple(seen.values())
 
@@ -498,7 +503,9 @@ class _Fields:
         path = relative_path(item.get("path"), f"{at}/path")
         text, encoded = item.get("content"), item.get("base64")
         if (text is None) == (encoded is None):
-            invalid(at, f"the file {shown(path)} needs exactly one of content and base64")
+            invalid(
+                at, f"the file {shown(path)} needs exactly one of content and base64", "content is text, base64 bytes"
+            )
         if encoded is not None:
             content = bytes_of(encoded, f"{at}/base64")
         elif isinstance(text, str):
@@ -513,9 +520,9 @@ class _Fields:
             return default
         patterns = [value] if isinstance(value, str) else value
         if not isinstance(patterns, list):
-            self.fail("outputs", f"outputs is a list of patterns, not {shown(value)}")
+            self.fail("outputs", f"outputs is a list of patterns, not {shown(value)}", 'like ["out/**"]')
         if len(patterns) > 100:
-            self.fail("outputs", "at most 100 patterns are allowed")
+            self.fail("outputs", "at most 100 patterns are allowed", "use ** and * to say more with less")
         kept: list[str] = []
         for index, pattern in enumerate(patterns):
             at = pointer("outputs") if isinstance(value, str) else pointer("outputs", index)
@@ -523,9 +530,9 @@ class _Fields:
                 invalid(at, f"a pattern is text, not {shown(pattern)}", "like /workspace/out/**")
             size = len(utf8_of(pattern, at))
             if "\0" in pattern or size > MAX_PATH:
-                invalid(at, f"a pattern has at most {MAX_PATH} bytes and no NUL character")
+                invalid(at, f"a pattern has at most {MAX_PATH} bytes and no NUL character", "like /workspace/out/**")
             if ".." in pattern.split("/"):
-                invalid(at, f"{shown(pattern)} holds '..'; patterns cannot leave /workspace")
+                invalid(at, f"{shown(pattern)} holds '..'; patterns cannot leave /workspace", "like /workspace/out/**")
             full = pattern if pattern.startswith("/") else f"/workspace/{pattern.removeprefix('./')}"
             if full != "/workspace" and not full.startswith("/workspace/"):
                 invalid(at, f"{shown(pattern)} is not under /workspace", "artifacts are taken from /workspace only")
@@ -546,10 +553,10 @@ class _Fields:
         elif isinstance(value, list) and len(value) == 2:
             pair = value
         else:
-            self.fail("pty", f'pty is true, [rows, cols] or {{"rows", "cols"}}, not {shown(value)}')
+            self.fail("pty", f'pty is true, [rows, cols] or {{"rows", "cols"}}, not {shown(value)}', "like [24, 80]")
         for number in pair:
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 65535:
-                self.fail("pty", f"rows and columns are integers from 1 to 65535, not {shown(number)}")
+                self.fail("pty", f"rows and columns are integers from 1 to 65535, not {shown(number)}", "like [24, 80]")
         return pair[0], pair[1]
 
     def wait(self) -> float | None:
@@ -565,7 +572,7 @@ class _Fields:
         if value is None:
             return False
         if not isinstance(value, bool):
-            self.fail(name, f"{name} is true or false, not {shown(value)}")
+            self.fail(name, f"{name} is true or false, not {shown(value)}", "JSON's true or false, without quotes")
         return value
 
     def relative_path(self, name: str) -> str | None:
@@ -579,7 +586,9 @@ class _Fields:
         inner = self.doc.get("resources")
         if inner is not None:
             if not isinstance(inner, dict):
-                self.fail("resources", f"resources is an object, not {shown(inner)}")
+                self.fail(
+                    "resources", f"resources is an object, not {shown(inner)}", 'like {"memory": "512M", "cpu": 1}'
+                )
             for name, value in inner.items():
                 at = pointer("resources", name)
                 if name not in _RESOURCES:
@@ -608,7 +617,7 @@ class _Fields:
             )
         kept, kill = size("output_limit"), size("output_kill")
         if kept is not None and kill is not None and kill < kept:
-            invalid(given["output_kill"][1], "output_kill must not be below output_limit")
+            invalid(given["output_kill"][1], "output_kill must not be below output_limit", f"at least {kept}")
         return ResourceWishes(
             memory_bytes=memory,
             cpu=cores(*given["cpu"], host.cpus) if "cpu" in given else None,
@@ -636,9 +645,9 @@ class _Fields:
         try:
             seconds = parse_seconds(value)
         except ValueError as error:
-            invalid(at, str(error))
+            invalid(at, str(error), "decimal seconds, for example 60")
         if seconds == 0 and not zero:
-            invalid(at, "a time must be greater than 0")
+            invalid(at, "a time must be greater than 0", "decimal seconds, for example 60")
         return seconds
 
     def placement(self) -> Placement:
@@ -656,7 +665,7 @@ class _Fields:
         if value is None:
             return None
         if not isinstance(value, str):
-            self.fail(name, f"{name} is text, not {shown(value)}")
+            self.fail(name, f"{name} is text, not {shown(value)}", "the name as text")
         plain = value.replace("-", "").replace("_", "").replace(".", "")
         if not (plain.isascii() and plain.isalnum() and value[0].isalnum() and len(value) <= 64):
             self.fail(name, f"{shown(value)} is no name of a {name}", "letters, digits, '-', '_' and '.'")

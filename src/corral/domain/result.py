@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from corral.domain.facts import ExecFacts, StreamFacts
+from corral.domain.facts import ExecFacts, StartFailure, StreamFacts
 from corral.domain.limits import LIMIT_NAMES, LimitModes, Limits
-from corral.domain.quantities import format_bytes, format_seconds
+from corral.domain.quantities import format_bytes, format_seconds, shown
 from corral.errors import CorralError
 
 ORDER = (
@@ -115,27 +115,26 @@ def signal_name(number: int) -> str:
     return f"SIGRTMIN+{number - 34}" if 34 <= number <= 64 else f"SIG{number}"
 
 
-def refusal(facts: ExecFacts) -> CorralError | None:
+def refusal(facts: ExecFacts, cwd: str | None = None) -> CorralError | None:
     """The error to raise when an exec was refused for what its caller asked for (cwd, user); None when there is a result to judge."""
     failure = facts.start_failure
     if failure is None or facts.started or failure.what not in ("cwd", "user"):
         return None
     if failure.what == "cwd":
-        return CorralError("cwd_not_found", _cwd_hint(facts), hint="create it first, or leave cwd out", field="/cwd")
+        return CorralError("cwd_not_found", _cwd(failure, cwd), hint="create it first, or leave cwd out", field="/cwd")
     return CorralError(
         "user_refused", f"the user is not available here: {failure.message}", hint="use the user sandbox", field="/user"
     )
 
 
-def _cwd_hint(facts: ExecFacts) -> str:
-    failure = facts.start_failure
-    message = failure.message if failure else ""
-    return f"the working directory cannot be entered: {message or 'it does not exist inside'}"
+def _cwd(failure: StartFailure, cwd: str | None) -> str:
+    name = f" {shown(cwd, 200)}" if cwd is not None else ""
+    return f"the working directory{name} cannot be entered: {failure.message or 'it does not exist inside'}"
 
 
-def judge(facts: ExecFacts, limits: Limits, modes: LimitModes) -> Verdict:
-    """The one verdict over an exec."""
-    reason, hint = _reason(facts, limits, modes)
+def judge(facts: ExecFacts, limits: Limits, modes: LimitModes, cwd: str | None = None) -> Verdict:
+    """The one verdict over an exec; `cwd` is the directory that its caller named, for the hint that blames it."""
+    reason, hint = _reason(facts, limits, modes, cwd)
     code, name = facts.exit_code, None
     if facts.signal is not None:
         code, name = min(128 + facts.signal, 255), signal_name(facts.signal)
@@ -153,11 +152,11 @@ def judge(facts: ExecFacts, limits: Limits, modes: LimitModes) -> Verdict:
     if not facts.killed_all:
         sentences.append("some of its processes outlived the kill, so the sandbox is destroyed")
     if reason in ("ok", "nonzero_exit", "signal"):
-        sentences += _notes(facts, limits)
+        sentences += _notes(facts, limits, modes)
     return Verdict(reason, code, name, "; ".join(sentences) or None, started)
 
 
-def _reason(facts: ExecFacts, limits: Limits, modes: LimitModes) -> tuple[str, str | None]:
+def _reason(facts: ExecFacts, limits: Limits, modes: LimitModes, cwd: str | None) -> tuple[str, str | None]:
     if facts.infra is not None:
         return (
             "infra_error",
@@ -167,7 +166,7 @@ def _reason(facts: ExecFacts, limits: Limits, modes: LimitModes) -> tuple[str, s
     if ended is not None:
         return ended
     if facts.start_failure is not None and not facts.started:
-        return _not_started(facts)
+        return _not_started(facts.start_failure, cwd)
     usage = facts.usage
     known = facts.exit_code is not None or facts.signal is not None
     failed = facts.exit_code != 0
@@ -194,12 +193,13 @@ def _reason(facts: ExecFacts, limits: Limits, modes: LimitModes) -> tuple[str, s
             "disk_full",
             f"{verb} {size} of disk; write less, delete files, or ask for more disk{_watched(modes, 'disk')}",
         )
-    if failed and facts.inodes_full:
+    if failed and (facts.inodes_full or facts.ended_by == "inodes_watch"):
+        verb = "killed: made" if facts.ended_by == "inodes_watch" else "no more files can be made: limit"
         return (
             "inodes",
-            f"no more files can be made: limit {limits.inodes} inodes; make fewer files, or ask for more disk",
+            f"{verb} {limits.inodes} inodes; make fewer files, or ask for more disk{_watched(modes, 'inodes')}",
         )
-    if failed and (facts.ended_by == "pids_watch" or (usage.pids_limit_hits or 0) > 0):
+    if failed and _pids_hit(facts, limits, modes):
         return "pids_limit", (
             f"could not start a process: limit {limits.pids} pids; start fewer processes or threads at once, "
             f"or ask for more pids{_watched(modes, 'pids')}"
@@ -237,11 +237,9 @@ def _ended_by_us(facts: ExecFacts, limits: Limits) -> tuple[str, str] | None:
     return None
 
 
-def _not_started(facts: ExecFacts) -> tuple[str, str]:
-    failure = facts.start_failure
-    assert failure is not None
+def _not_started(failure: StartFailure, cwd: str | None) -> tuple[str, str]:
     if failure.what == "cwd":
-        return "cwd_not_found", f"{_cwd_hint(facts)}; create it first, or leave cwd out"
+        return "cwd_not_found", f"{_cwd(failure, cwd)}; create it first, or leave cwd out"
     if failure.what == "user":
         return "user_refused", f"the user is not available here: {failure.message}; use the user sandbox"
     if failure.what == "platform":
@@ -262,6 +260,14 @@ def _not_started(facts: ExecFacts) -> tuple[str, str]:
 def _start_code(errno: str) -> int:
     """What a shell answers: 127 not found, 126 found but not startable."""
     return 127 if errno == "ENOENT" else 126
+
+
+def _pids_hit(facts: ExecFacts, limits: Limits, modes: LimitModes) -> bool:
+    if facts.ended_by == "pids_watch" or (facts.usage.pids_limit_hits or 0) > 0:
+        return True
+    # A watched limit has no counter: between two looks of the host, a coarser limit of the kernel refuses the next fork. What
+    # shows it is that more processes lived at once than the limit allows: seen by the host, or left behind and ended with main.
+    return modes.pids == "watched" and max(facts.usage.peak_pids or 0, facts.killed_children + 1) > limits.pids
 
 
 def _watched(modes: LimitModes, name: str) -> str:
@@ -305,7 +311,7 @@ def _exit_hint(code: int) -> str:
     return f"the program itself exited with status {code}; see its output"
 
 
-def _notes(facts: ExecFacts, limits: Limits) -> list[str]:
+def _notes(facts: ExecFacts, limits: Limits, modes: LimitModes) -> list[str]:
     """What happened besides, for a program that ended by itself."""
     notes: list[str] = []
     usage = facts.usage
@@ -315,6 +321,8 @@ def _notes(facts: ExecFacts, limits: Limits) -> list[str]:
             notes.append(f"{who} killed for memory: exceeded {format_bytes(limits.memory_bytes)}")
         if hits := usage.pids_limit_hits:
             notes.append(f"the limit of {limits.pids} pids was hit {_times(hits)}")
+        elif _pids_hit(facts, limits, modes):
+            notes.append(f"the limit of {limits.pids} pids was passed{_watched(modes, 'pids')}")
         if facts.tmp_full:
             notes.append(f"/tmp was full ({format_bytes(limits.tmp_bytes)})")  # noqa: S108
         if facts.disk_full:
@@ -362,15 +370,15 @@ def stream_document(facts: StreamFacts, head: bytes, tail: bytes) -> dict[str, A
     }
 
 
-def limit_hits(facts: ExecFacts) -> dict[str, bool]:
+def limit_hits(facts: ExecFacts, limits: Limits, modes: LimitModes) -> dict[str, bool]:
     """Which limits were reached, whatever the reason says."""
     usage = facts.usage
     return {
         "memory": facts.ended_by == "memory_watch" or (usage.oom_kills or 0) > 0,
-        "cpu": False,
-        "pids": facts.ended_by == "pids_watch" or (usage.pids_limit_hits or 0) > 0,
+        "cpu": (facts.cpu_throttled or 0) > 0,
+        "pids": _pids_hit(facts, limits, modes),
         "disk": facts.ended_by == "disk_watch" or facts.disk_full,
-        "inodes": facts.inodes_full,
+        "inodes": facts.ended_by == "inodes_watch" or facts.inodes_full,
         "tmp": facts.tmp_full,
         "output": facts.ended_by == "output_limit" or facts.stdout.truncated or facts.stderr.truncated,
         "wall": facts.ended_by == "timeout",
@@ -420,7 +428,7 @@ def result_document(
         "files_truncated": files_truncated or len(files) > MAX_FILES,
         "artifacts": [dict(item) for item in artifacts],
         "usage": asdict(facts.usage),
-        "limits": limits_document(limits, modes, limit_hits(facts)),
+        "limits": limits_document(limits, modes, limit_hits(facts, limits, modes)),
         "timings": {name: _milliseconds(known.get(name)) for name in TIMINGS},
     }
 

@@ -22,6 +22,17 @@ MAX_PATH = 4095
 MAX_NAME = 255
 
 
+_CPU = "a number of cores, for example 0.5"
+_PIDS = "processes and threads at once, for example 128"
+_NUL = "leave the NUL character out"
+_SIZES = {"memory": "512M", "disk": "1G", "tmp": "64M", "output_limit": "10M", "output_kill": "100M"}
+
+
+def _size_hint(name: str, least: int) -> str:
+    floor = f", at least {least // MIB}M" if least >= MIB else ""
+    return f"an integer with optional K, M or G{floor}: for example {_SIZES.get(name, '64M')}"
+
+
 def pointer(*parts: str | int) -> str:
     """The JSON pointer (RFC 6901) of a path of members and indexes, fit to be sent as text."""
     escaped = (str(part).replace("~", "~0").replace("/", "~1") for part in parts)
@@ -37,7 +48,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return plain if plain in names else next(iter(difflib.get_close_matches(plain, names, n=1, cutoff=0.6)), None)
 
 
-def invalid(at: str, detail: str, hint: str | None = None) -> NoReturn:
+def invalid(at: str, detail: str, hint: str) -> NoReturn:
+    """Refuse a value; `hint` says what would be right."""
     raise CorralError("invalid_value", detail, hint=hint, field=at)
 
 
@@ -57,7 +69,7 @@ def utf8_of(text: str, at: str) -> bytes:
 
 def bytes_of(value: Any, at: str) -> bytes:
     if not isinstance(value, str):
-        invalid(at, f"base64 is text, not {shown(value)}")
+        invalid(at, f"base64 is text, not {shown(value)}", "the standard alphabet with padding, without line breaks")
     try:
         return base64.b64decode(value.encode("ascii"), validate=True)
     except (binascii.Error, ValueError):
@@ -67,22 +79,22 @@ def bytes_of(value: Any, at: str) -> bytes:
 def relative_path(value: Any, at: str) -> str:
     """A relative path under /workspace, normalised: no empty or `.` parts left."""
     if not isinstance(value, str):
-        invalid(at, f"a path is text, not {shown(value)}")
+        invalid(at, f"a path is text, not {shown(value)}", "like src/main.py")
     size = len(utf8_of(value, at))
     if "\0" in value:
-        invalid(at, "a path cannot hold a NUL character")
+        invalid(at, "a path cannot hold a NUL character", _NUL)
     if value.startswith("/"):
         inner = value.removeprefix("/workspace/")
         hint = f"write {shown(inner)}" if inner != value else "only files under /workspace can be put"
         invalid(at, f"{shown(value)} is absolute; paths are relative to /workspace", hint)
     parts = value.split("/")
     if ".." in parts:
-        invalid(at, f"{shown(value)} holds '..'; paths cannot leave /workspace")
+        invalid(at, f"{shown(value)} holds '..'; paths cannot leave /workspace", "write it without '..'")
     kept = [part for part in parts if part not in ("", ".")]
     if not kept or parts[-1] in ("", "."):
-        invalid(at, f"{shown(value)} names no file")
+        invalid(at, f"{shown(value)} names no file", "end it with the name of a file, like src/main.py")
     if size > MAX_PATH or any(len(part.encode("utf-8", "surrogateescape")) > MAX_NAME for part in kept):
-        invalid(at, f"a path has at most {MAX_PATH} bytes and each of its parts at most {MAX_NAME}")
+        invalid(at, f"a path has at most {MAX_PATH} bytes and each of its parts at most {MAX_NAME}", "shorten it")
     return "/".join(kept)
 
 
@@ -94,9 +106,9 @@ def size_of(name: str, value: Any, at: str, least: int) -> int:
     try:
         size = parse_size(value)
     except ValueError as error:
-        invalid(at, str(error))
+        invalid(at, str(error), _size_hint(name, least))
     if size == 0:
-        invalid(at, f"{name} must be greater than 0")
+        invalid(at, f"{name} must be greater than 0", _size_hint(name, least))
     if size < least:
         invalid(
             at, f"{name} of {format_bytes(size)} is too little to start anything", f"ask for at least {least // MIB}M"
@@ -106,13 +118,13 @@ def size_of(name: str, value: Any, at: str, least: int) -> int:
 
 def cores(value: Any, at: str, host_cpus: float) -> float:
     if not is_number(value):
-        invalid(at, f"cpu is a number of cores, not {shown(value)}")
+        invalid(at, f"cpu is a number of cores, not {shown(value)}", _CPU)
     try:
         cores = float(value)
     except OverflowError:
         cores = math.inf
     if not math.isfinite(cores) or cores <= 0:
-        invalid(at, f"cpu must be a finite number greater than 0, not {shown(value)}")
+        invalid(at, f"cpu must be a finite number greater than 0, not {shown(value)}", _CPU)
     if cores < 0.01:
         invalid(at, f"cpu of {shown(value)} cores is too little to start anything", "ask for at least 0.01")
     if cores > host_cpus:
@@ -124,9 +136,9 @@ def cores(value: Any, at: str, host_cpus: float) -> float:
 
 def count(value: Any, at: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        invalid(at, f"pids is an integer, not {shown(value)}")
+        invalid(at, f"pids is an integer, not {shown(value)}", _PIDS)
     if not 0 < value <= MAX_PIDS:
-        invalid(at, f"pids is from 1 to {MAX_PIDS}, not {shown(value)}")
+        invalid(at, f"pids is from 1 to {MAX_PIDS}, not {shown(value)}", _PIDS)
     return value
 
 
@@ -139,7 +151,11 @@ def file_mode(value: Any, at: str) -> int:
     elif isinstance(value, int) and not isinstance(value, bool):
         mode = value
     else:
-        invalid(at, f"a mode is octal text such as '0644', not {shown(value)}")
+        invalid(
+            at,
+            f"a mode is octal text such as '0644', not {shown(value)}",
+            "three octal digits after a 0, as chmod takes them",
+        )
     if not 0 <= mode <= 0o777:
         invalid(
             at, f"a mode holds the nine permission bits only, not {shown(value)}", "write octal text such as '0755'"

@@ -22,6 +22,7 @@ def refused(doc, parse=parse_run):
     with pytest.raises(CorralError) as caught:
         parse(doc, HOST)
     json.dumps(caught.value.to_problem(), ensure_ascii=False).encode("utf-8")  # can always be sent
+    assert caught.value.hint
     return caught.value
 
 

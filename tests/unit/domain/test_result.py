@@ -54,7 +54,9 @@ def verdict(modes=MODES, **facts):
         ({"exit_code": 0, "disk_full": True}, "ok", 0, None, "the disk was full"),
         ({"exit_code": 1, "tmp_full": True}, "disk_full", 1, None, "/tmp is full (64 MiB)"),
         ({"exit_code": 1, "inodes_full": True}, "inodes", 1, None, "65536"),
+        ({"signal": 9, "ended_by": "inodes_watch"}, "inodes", 137, "SIGKILL", "killed: made 65536"),
         ({"exit_code": 1, "usage": Usage(pids_limit_hits=4)}, "pids_limit", 1, None, "64 pids"),
+        ({"exit_code": 1, "killed_children": 90, "usage": Usage(pids_limit_hits=0)}, "nonzero_exit", 1, None, "status 1"),
         ({"exit_code": 0, "usage": Usage(pids_limit_hits=4)}, "ok", 0, None, "hit 4 times"),
         ({"exit_code": 1, "usage": Usage(pids_limit_hits=0, oom_kills=0)}, "nonzero_exit", 1, None, "status 1"),
         ({"sandbox_lost": True}, "sandbox_lost", None, None, "unknown"),
@@ -107,6 +109,35 @@ def test_only_what_the_caller_asked_for_is_an_error():
 def test_a_watched_limit_says_so():
     modes = LimitModes(memory="watched", overshoot={"memory": "up to 20 MiB more"})
     assert "watched, not enforced: up to 20 MiB more" in verdict(modes, signal=9, ended_by="memory_watch").hint
+
+
+WATCHED = LimitModes(pids="watched", disk="watched", inodes="watched")
+
+
+@pytest.mark.parametrize(
+    "facts, over",
+    [
+        ({"killed_children": 64}, True),
+        ({"killed_children": 63}, False),
+        ({"usage": Usage(peak_pids=65)}, True),
+        ({"usage": Usage(peak_pids=64)}, False),
+        ({"ended_by": "pids_watch"}, True),
+    ],
+)
+def test_more_processes_than_a_watched_limit_allows_is_the_limit(facts, over):
+    failed = verdict(WATCHED, exit_code=9, **facts)
+    assert failed.reason == ("pids_limit" if over else "nonzero_exit")
+    assert ("64 pids" in failed.hint) == over
+    well = verdict(WATCHED, exit_code=0, **facts)
+    assert well.reason == "ok" and ("64 pids" in (well.hint or "")) == over
+    document = result_document(failed, ExecFacts(True, exit_code=9, **facts), limits=LIMITS, modes=WATCHED)
+    assert document["limits"]["pids"]["hit"] is over
+
+
+def test_a_directory_that_is_not_there_is_named():
+    facts = ExecFacts(started=False, start_failure=StartFailure("cwd", "ENOENT", "No such file or directory"))
+    assert "'/no/such' cannot be entered: No such file" in judge(facts, LIMITS, MODES, cwd="/no/such").hint
+    assert "/no/such" in refusal(facts, cwd="/no/such").detail
 
 
 def test_an_unknown_start_stays_unknown():
@@ -183,6 +214,8 @@ def test_a_result_has_every_field_of_the_contract():
         ({"usage": Usage(oom_kills=1)}, "memory"),
         ({"ended_by": "memory_watch"}, "memory"),
         ({"usage": Usage(pids_limit_hits=1)}, "pids"),
+        ({"ended_by": "inodes_watch"}, "inodes"),
+        ({"cpu_throttled": 3}, "cpu"),
         ({"disk_full": True}, "disk"),
         ({"inodes_full": True}, "inodes"),
         ({"tmp_full": True}, "tmp"),
