@@ -71,11 +71,12 @@ def user_python() -> str | None:
 
 @pytest.fixture(scope="session")
 def state() -> Iterator[Path]:
-    # Not tmp_path: uids of sandboxes must be able to pass through every directory above.
-    path = Path(tempfile.mkdtemp(prefix="corral-conformance-"))
-    path.chmod(0o711)
+    # Closed to every other id, and so is the directory above, as below root's home.
+    top = Path(tempfile.mkdtemp(prefix="corral-conformance-"))
+    path = top / "state"
+    path.mkdir(0o700)
     yield path
-    shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(top, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -114,12 +115,11 @@ class TestAsRoot:
 
 
 class TestAsOrdinaryUser:
-    """Run by root, each check is a child with another uid; run by an ordinary user, by that user."""
+    """Run by root, each check is a child with another uid; run by an ordinary user, by that user. The directory is his alone."""
 
     @pytest.fixture(scope="class")
     def own_config(self) -> Iterator[checks.Config]:
         path = Path(tempfile.mkdtemp(prefix="corral-conformance-"))
-        path.chmod(0o711)
         make_rootfs(path / "base")
         if os.geteuid() == 0:
             for place in (path, *path.rglob("*")):

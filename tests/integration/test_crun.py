@@ -589,6 +589,8 @@ spec = InstanceSpec(**fields)
 async def main():
     runtime = CrunRuntime(state, installation_id=installation)
     with socket.socket(socket.AF_UNIX) as control:
+        control.bind("")
+        control.listen()
         instance = await runtime.create(spec, control)
     if destroy == "True":
         await runtime.destroy(instance.ref)

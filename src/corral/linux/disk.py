@@ -7,6 +7,7 @@ is for the guest's own output: it counts against the disk, is not reachable from
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -15,6 +16,7 @@ import stat
 import struct
 import subprocess
 import time
+from collections.abc import Callable
 
 from corral import faults
 from corral.errors import CorralError
@@ -28,6 +30,10 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SEARCHABLE = 0o755
 _BLOCK = 4096
 _INODE = 256
+_BLANK_FORMAT = 1
+_BLANKS = 32
+_KEPT_S = 0.5
+"""How long a device may take to be let go of: whoever looks at new devices, like udev, has it open for moments."""
 _EXT4_SHUTDOWN = 0x8004587D
 _SHUTDOWN_NOLOGFLUSH = 2
 
@@ -39,19 +45,21 @@ def prepare(
     uid: int,
     gid: int,
     *,
-    idmap_fd: int | None = None,
+    idmap: Callable[[], int] | None = None,
+    blanks: str | None = None,
 ) -> HostTree:
     """Make and mount the image: exactly `size_bytes` can be written, in about `inodes` files.
 
-    `uid`/`gid` own the directories on disk. With `idmap_fd` (a user namespace) the mount shows them as the host ids that the
-    namespace has for them, so the image itself does not depend on the range; the answer names the ids as seen at the mount.
+    `uid`/`gid` own the directories on disk. With `idmap` (answers a user namespace; called as late as possible) the mount shows them
+    as the host ids that the namespace has for them, so the image itself does not depend on the range; the answer names the ids as
+    seen at the mount. `blanks` is a directory that keeps new images, one per size, so that only the first is computed.
     """
     if os.path.lexists(f"{directory}/disk.img") and (left := discard(directory)):
         raise CorralError("infra_error", f"an older disk is still in use: {', '.join(left)}")
     image, point = f"{directory}/disk.img", f"{directory}/disk"
     os.makedirs(point, exist_ok=True)
     os.chmod(point, _SEARCHABLE)
-    _make_image(image, size_bytes, inodes)
+    _make_image(image, size_bytes, inodes, blanks)
     faults.point("runtime.create.image")
     mount = _mount_image(image)
     try:
@@ -61,8 +69,8 @@ def prepare(
             os.chown(name, uid, gid, dir_fd=mount)
             os.chmod(name, mode, dir_fd=mount)
         os.close(os.open(LOG, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=mount))
-        if idmap_fd is not None:
-            mounts.set_idmap(mount, idmap_fd)
+        if idmap is not None:
+            mounts.set_idmap(mount, idmap())
         mounts.attach(mount, point)
     finally:
         os.close(mount)
@@ -95,30 +103,41 @@ def free(directory: str) -> tuple[int, int]:
 def discard(directory: str, *, timeout_s: float = 5.0) -> list[str]:
     """Remove the disk with all it holds; -> what could not be removed. Call it when every process of the instance is dead.
 
-    The loop device is the witness: its end is waited for, for a mount that is gone by name may be held elsewhere.
+    Who still uses the mount is waited for. Copies of it that other mount namespaces keep go too. The loop device is the witness: one
+    that somebody uses through such a copy is named here; its content is gone all the same, and it frees itself with the last user.
     """
     image, point = f"{directory}/disk.img", f"{directory}/disk"
     end = time.monotonic() + timeout_s
     pause = 0.001
-    while True:
-        if mounts.mounts_below(point):
-            _forget_dirty_data(point)
-        left = mounts.umount_below(point)
-        if not left:
-            left = list(mounts.loops_below(image))
-            for device in left:
-                mounts.free_loop(device)
-        if not left or time.monotonic() > end:
+    while points := mounts.mounts_below(point):
+        _forget_dirty_data(point)
+        if not mounts.umount_below(point):
             break
+        if time.monotonic() > end:
+            return points
         time.sleep(pause)
         pause = min(0.05, pause * 2)
-    if left:
-        return [_with_holder(name) for name in left]
-    try:
-        os.unlink(image)
-    except FileNotFoundError:
-        pass
+    # With the directory the kernel detaches what is mounted on it in any mount namespace, be it private and locked: no umount would.
     remove_tree(point)
+    kept = _await_loops(image)
+    with contextlib.suppress(FileNotFoundError):
+        if kept:
+            os.truncate(image, 0)
+        os.unlink(image)
+    return [f"{device} (somebody has files of it open)" for device in kept]
+
+
+def _await_loops(image: str) -> list[str]:
+    """Wait until no loop device has the image; -> those that somebody keeps."""
+    end = time.monotonic() + _KEPT_S
+    pause = 0.0005
+    while devices := list(mounts.loops_below(image)):
+        for device in devices:
+            mounts.free_loop(device)
+        if time.monotonic() > end:
+            return devices
+        time.sleep(pause)
+        pause = min(0.01, pause * 2)
     return []
 
 
@@ -157,29 +176,104 @@ def remove_tree(path: str) -> None:
     os.rmdir(path)
 
 
-def _make_image(image: str, size_bytes: int, inodes: int) -> None:
-    mkfs = shutil.which("mkfs.ext4", path=_PATH)
-    if mkfs is None:
-        raise CorralError("infra_error", "mkfs.ext4 is not installed", hint="install the package e2fsprogs")
+def _make_image(image: str, size_bytes: int, inodes: int, blanks: str | None) -> None:
     # The tables come on top, so that the limit is what the program can write.
     size = size_bytes + inodes * _INODE + size_bytes // 1024 + (2 << 20)
     size += size // 50 if size < (800 << 20) else 16 << 20  # the kernel holds back 2 %, at most 16 MiB
-    with open(image, "xb") as file:
-        file.truncate(-(-size // _BLOCK) * _BLOCK)
-    command = [mkfs, "-q", "-F", "-b", str(_BLOCK), "-I", str(_INODE), "-m", "0", "-N", str(inodes + 16)]
-    command += [
-        "-O",
-        "^has_journal,^resize_inode,^metadata_csum,uninit_bg",
-        "-E",
-        "lazy_itable_init=1,nodiscard",
-        image,
-    ]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, env={"PATH": _PATH}, cwd="/", timeout=60
-    )
-    if done.returncode != 0:
-        why = done.stderr.decode("utf-8", "replace").strip()
-        raise CorralError("infra_error", f"mkfs.ext4 could not make a disk of {size_bytes} bytes: {why}")
+    size = -(-size // _BLOCK) * _BLOCK
+    blank = None if blanks is None else f"{blanks}/disk-{_BLANK_FORMAT}-{size}-{inodes}.img"
+    source = _open_blank(blank, size)
+    if source is None:
+        source = _new_image(size, inodes, size_bytes)
+        if blank is not None:
+            _keep_blank(source, blank)
+    try:
+        fd = os.open(image, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _copy_sparse(source, fd, size)
+        finally:
+            os.close(fd)
+    finally:
+        os.close(source)
+
+
+def _new_image(size: int, inodes: int, size_bytes: int) -> int:
+    """A new file system in memory; -> its descriptor. Nothing of it is left, whoever dies."""
+    mkfs = shutil.which("mkfs.ext4", path=_PATH)
+    if mkfs is None:
+        raise CorralError("infra_error", "mkfs.ext4 is not installed", hint="install the package e2fsprogs")
+    memory = os.memfd_create("disk", os.MFD_CLOEXEC)
+    try:
+        os.truncate(memory, size)
+        command = [mkfs, "-q", "-F", "-b", str(_BLOCK), "-I", str(_INODE), "-m", "0", "-N", str(inodes + 16)]
+        command += ["-O", "^has_journal,^resize_inode,^metadata_csum,uninit_bg"]
+        command += ["-E", "lazy_itable_init=1,nodiscard", f"/proc/self/fd/{memory}"]
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env={"PATH": _PATH},
+            cwd="/",
+            timeout=60,
+            pass_fds=[memory],
+        )
+        if done.returncode != 0:
+            why = done.stderr.decode("utf-8", "replace").strip()
+            raise CorralError("infra_error", f"mkfs.ext4 could not make a disk of {size_bytes} bytes: {why}")
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
+
+
+def _open_blank(blank: str | None, size: int) -> int | None:
+    if blank is None:
+        return None
+    try:
+        fd = os.open(blank, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if os.fstat(fd).st_size == size:
+        return fd
+    os.close(fd)
+    return None
+
+
+def _keep_blank(source: int, blank: str) -> None:
+    """Keep a new image for the next disk of its size. That it cannot be kept is no failure."""
+    directory = os.path.dirname(blank)
+    with contextlib.suppress(OSError):
+        os.makedirs(directory, exist_ok=True)
+        kept = [entry for entry in os.scandir(directory) if entry.name.startswith("disk-")]
+        for entry in sorted(kept, key=lambda entry: entry.stat().st_mtime)[: max(0, len(kept) - _BLANKS + 1)]:
+            os.unlink(entry.path)
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # Without a name until it is whole.
+            fd = os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            try:
+                _copy_sparse(source, fd, os.fstat(source).st_size)
+                name = os.path.basename(blank)
+                os.link(f"/proc/self/fd/{fd}", name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=True)
+            finally:
+                os.close(fd)
+        finally:
+            os.close(folder)
+
+
+def _copy_sparse(source: int, target: int, size: int) -> None:
+    os.truncate(target, size)
+    at = 0
+    while at < size:
+        try:
+            at = os.lseek(source, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole from here on
+                return
+            raise
+        end = os.lseek(source, at, os.SEEK_HOLE)
+        while at < end:
+            at += os.pwrite(target, os.pread(source, min(end - at, 1 << 20), at), at)
 
 
 def _mount_image(image: str) -> int:
@@ -201,22 +295,6 @@ def _limit_exactly(mount: int, size_bytes: int) -> None:
             os.posix_fallocate(fd, 0, surplus // _BLOCK * _BLOCK)
         finally:
             os.close(fd)
-
-
-def _with_holder(name: str) -> str:
-    """A device that stays busy, with a process whose mount namespace was copied while the disk was there and still has it."""
-    if not name.startswith("/dev/"):
-        return name
-    number = os.stat(name).st_rdev
-    mark = f" {os.major(number)}:{os.minor(number)} ".encode()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/mountinfo", "rb") as table:
-                if mark in table.read():
-                    return f"{name} (held by the mount namespace of process {pid})"
-        except OSError:
-            continue
-    return name
 
 
 def _forget_dirty_data(point: str) -> None:

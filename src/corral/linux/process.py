@@ -8,6 +8,7 @@ treated as gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -126,6 +127,13 @@ def wait_gone_blocking(ref: ProcessRef, timeout_s: float) -> bool:
         return _ended(fd, max(0, int(timeout_s * 1000)))
     finally:
         os.close(fd)
+
+
+def collect(ref: ProcessRef) -> None:
+    """Take a dead process from the kernel's table if it became our child: where we are who inherits orphans, nobody else does."""
+    if ref.pid > 1 and ref.boot_id == boot_id() and start_time(ref.pid) == ref.start_time:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(ref.pid, os.WNOHANG)
 
 
 async def wait_gone(ref: ProcessRef) -> None:

@@ -10,6 +10,7 @@ all 64. Calls of a foreign architecture or ABI (i386, x32) answer ENOSYS.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import struct
@@ -39,6 +40,16 @@ def _data() -> dict[str, Any]:
 def machine() -> str:
     """This machine's architecture as the data file names it."""
     return os.uname().machine
+
+
+@cache
+def version() -> str:
+    """Changes whenever what `compile` answers here may change: to know whether a compiled filter is still good, without the rules."""
+    seen = hashlib.sha256(machine().encode())
+    for path in (__file__, os.path.join(os.path.dirname(__file__), "seccomp_data.json")):
+        with open(path, "rb") as file:
+            seen.update(file.read())
+    return seen.hexdigest()[:16]
 
 
 def rules(profile: str) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -97,7 +98,7 @@ class SubordinateRange:
         """The block (first id, count) of this installation, claimed now if it was not yet."""
         if self._block is not None:
             return self._block
-        os.makedirs(self._run, 0o755, exist_ok=True)
+        make_run_directory(self._run)
         with self._lock():
             self._block = self._claim_locked()
         return self._block
@@ -239,6 +240,35 @@ class SubordinateRange:
             yield
         finally:
             os.close(fd)
+
+
+class Namespaces:
+    """User namespaces with the whole map of a sub-range, made once and kept for the next user of the range."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, int] = {}
+        self._guard = threading.Lock()
+
+    def of(self, base: int) -> int:
+        """The descriptor of the namespace whose first host id is `base`; it stays open as long as this process lives."""
+        with self._guard:
+            if base in self._made:
+                return self._made[base]
+        fd = create(base)  # not under the lock: others want theirs meanwhile
+        with self._guard:
+            kept = self._made.setdefault(base, fd)
+        if kept != fd:
+            os.close(fd)
+        return kept
+
+
+def make_run_directory(path: str = RUN) -> None:
+    """Make a directory at or below `RUN`, open to every id whatever the umask."""
+    if not os.path.isdir(path):
+        if path != RUN and os.path.dirname(path) == RUN:
+            make_run_directory(RUN)
+        os.makedirs(path, exist_ok=True)
+        os.chmod(path, 0o755)  # noqa: S103 - ids of sandboxes pass through
 
 
 def create(base: int, count: int = SIZE, owner_uid: int | None = None, *, two_entries: bool = False) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +42,18 @@ def fill(path: str) -> int:
     except OSError as error:
         assert error.errno == errno.ENOSPC
     return os.stat(path).st_size
+
+
+@contextlib.contextmanager
+def holder(*command: str) -> Iterator[int]:
+    """A process in a mount namespace of its own, as long as the block runs; -> its pid."""
+    with subprocess.Popen([*command, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None and other.stdout is not None
+        other.stdin.write(b".")
+        other.stdin.flush()
+        assert other.stdout.read(1) == b"."
+        yield other.pid
+        other.stdin.close()
 
 
 @pytest.mark.root
@@ -82,7 +96,7 @@ class TestImage:
     def test_with_an_id_map_the_image_does_not_depend_on_the_range(self, place: str) -> None:
         namespace = userns.create(BASE)
         try:
-            tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000, idmap_fd=namespace)
+            tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000, idmap=lambda: namespace)
         finally:
             os.close(namespace)
         assert (tree.uid, tree.gid) == (BASE + 1000, BASE + 1000)
@@ -140,25 +154,62 @@ class TestImage:
             assert os.path.exists(f"{place}/disk.img")
         assert disk.discard(place) == []
 
-    def test_a_mount_hidden_by_name_is_still_seen_by_its_loop_device(self, place: str) -> None:
+    def test_what_somebody_keeps_loses_its_content_and_is_named_until_he_lets_go(self, place: str) -> None:
         tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000)
         with open(f"{tree.path}/workspace/f", "w"):
             mounts.umount(tree.path, detach=True)
-            left = disk.discard(place, timeout_s=0.1)
-            assert len(left) == 1 and "/dev/loop" in left[0]
+            began = time.monotonic()
+            left = disk.discard(place)
+            assert time.monotonic() - began < 2
+            assert len(left) == 1 and left[0].startswith("/dev/loop")
+            assert os.listdir(place) == []
+            assert disk.stray_loops(place) == {left[0].split()[0]: f"{place}/disk.img"}
+            assert disk.discard(place) == left
+        assert disk.discard(place) == []
+        assert disk.stray_loops(place) == {}
+
+    @pytest.mark.parametrize("command", [("--mount",), ("--user", "--map-root-user", "--mount")], ids=["root", "user"])
+    def test_copies_in_private_mount_namespaces_go_too(self, place: str, command: tuple[str, ...]) -> None:
+        tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000)
+        with holder("unshare", *command) as other:
+            before = Path(f"/proc/{other}/mountinfo").read_text().splitlines()
+            assert any(tree.path in line for line in before)
+            assert disk.discard(place) == []
+            assert disk.stray_loops(place) == {}
+            after = Path(f"/proc/{other}/mountinfo").read_text().splitlines()
+            assert after == [line for line in before if tree.path not in line]
+
+    def test_a_copy_in_use_in_a_private_mount_namespace_is_named_until_its_user_ends(self, place: str) -> None:
+        tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000)
+        with holder("unshare", "--mount", f"--wd={tree.path}/workspace"):
+            left = disk.discard(place)
+            assert len(left) == 1 and left[0].startswith("/dev/loop")
         assert disk.discard(place) == []
 
-    def test_who_holds_a_disk_in_another_mount_namespace_is_named(self, place: str) -> None:
-        disk.prepare(place, 4 * MIB, 100, 1000, 1000)
-        with subprocess.Popen(["unshare", "--mount", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-            assert other.stdin is not None and other.stdout is not None
-            other.stdin.write(b".")
-            other.stdin.flush()
-            assert other.stdout.read(1) == b"."
-            left = disk.discard(place, timeout_s=0.1)
-            assert len(left) == 1 and "mount namespace of process" in left[0]
-            other.stdin.close()
+    def test_the_second_disk_of_a_size_is_not_computed(self, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        blanks = f"{place}/blanks"
+        disk.prepare(place, 4 * MIB, 100, 1000, 1000, blanks=blanks)
+        first = disk.free(place)
+        Path(f"{place}/disk/workspace/old").touch()
         assert disk.discard(place) == []
+        assert len(os.listdir(blanks)) == 1
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+        tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000, blanks=blanks)
+        assert disk.free(place) == first
+        assert os.listdir(f"{tree.path}/workspace") == []
+        with pytest.raises(CorralError):
+            disk.prepare(place, 4 * MIB, 101, 1000, 1000, blanks=blanks)
+
+    def test_blanks_are_few_and_an_unusable_one_is_not_used(self, place: str) -> None:
+        blanks = Path(place) / "blanks"
+        for inodes in range(100, 100 + disk._BLANKS + 3):
+            disk.prepare(place, MIB, inodes, 1000, 1000, blanks=str(blanks))
+            assert disk.discard(place) == []
+        assert len(os.listdir(blanks)) == disk._BLANKS
+        for blank in blanks.iterdir():
+            os.truncate(blank, 5)
+        disk.prepare(place, MIB, 120, 1000, 1000, blanks=str(blanks))
+        assert disk.free(place)[0] <= MIB
 
     def test_without_mkfs_the_error_names_the_package(self, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda *_, **__: None)

@@ -18,6 +18,12 @@ from corral.linux.userns import SIZE, SubordinateRange
 root = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="other ids need root")]
 
 
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids that no real installation of this host has, whose sandboxes may be running."""
+    monkeypatch.setattr(userns, "_FLOOR", 1_700_000_000 // SIZE * SIZE)
+
+
 def installation(tmp_path: Path, name: str, configured: tuple[int, int] | None = None) -> SubordinateRange:
     state = tmp_path / f"state-{name}"
     state.mkdir(exist_ok=True)
@@ -112,8 +118,7 @@ def test_the_block_of_a_deleted_installation_is_given_out_again(tmp_path: Path) 
 def test_when_room_runs_out_an_idle_block_moves_on_and_its_owner_gets_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(userns, "_FLOOR", 1 << 28)
-    monkeypatch.setattr(userns, "_CEILING", (1 << 28) + 2 * userns._BLOCK)
+    monkeypatch.setattr(userns, "_CEILING", userns._FLOOR + 2 * userns._BLOCK)
     idle, used = installation(tmp_path, "a"), installation(tmp_path, "b")
     block = idle.claim()
     base = used.allocate("ins_1")

