@@ -28,7 +28,9 @@ CONFIRM_S = 1.5
 PUMP_S = 1.0
 WITNESS_S = 0.5
 _TICKS = os.sysconf("SC_CLK_TCK")
-_INSTANT: frozenset[str] = frozenset({"output_limit", "memory_watch", "pids_watch", "disk_watch", "circuit_breaker"})
+_INSTANT: frozenset[str] = frozenset(
+    {"output_limit", "memory_watch", "pids_watch", "disk_watch", "inodes_watch", "circuit_breaker"}
+)
 
 
 class Exec:
@@ -129,7 +131,18 @@ class Exec:
             self._timer.cancel()
         if self._ending is not None:
             await asyncio.shield(self._ending)
+        elif final is not None and self._says_all_is_over(final) and not await self._witnessed():
+            # What the guest calls over runs on: nothing that it says of this exec counts.
+            final = None
+            self.body.forsaken = True
+            self._killed_all = await self.body.kill()
         await self._finish(final, infra)
+
+    def _says_all_is_over(self, status: ExecStatus) -> bool:
+        """Whether the host can judge the end that the guest tells: by it nothing of this exec may live any more."""
+        if status["state"] == "failed":
+            return True
+        return status["state"] == "ended" and self._background == "kill" and status["killed_all"]
 
     async def _pump(self) -> ExecStatus | None:
         """Bytes into the spool until the guest tells the end; None when the end was not told."""
@@ -204,12 +217,14 @@ class Exec:
         return True
 
     async def _witnessed(self) -> bool:
-        """The host's view after the guest confirmed. With several execs alive the host cannot tell whose a process is."""
+        """The host's view after the guest confirmed. With several at work inside the host cannot tell whose a process is."""
         until = time.monotonic() + WITNESS_S
-        while len(self.body.execs) == 1 and await self.body.survivors(self.since_ticks):
+        pause = 0.001  # the supervisor is on its way out
+        while len(self.body.execs) == 1 and not self.body.transfers and await self.body.survivors(self.since_ticks):
             if time.monotonic() > until:
                 return False
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.02)
         return True
 
     # -- facts ---------------------------------------------------------------------------------------------------------
@@ -225,6 +240,7 @@ class Exec:
             disk_full=measured.disk_full,
             inodes_full=measured.inodes_full,
             tmp_full=measured.tmp_full,
+            cpu_throttled=measured.cpu_throttled,
             stdout=streams["stdout"],
             stderr=streams["stderr"],
         )

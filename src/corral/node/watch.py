@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ FULL_BYTES = 1024 * 1024
 FULL_TMP_BYTES = 64 * 1024
 FULL_INODES = 16
 DISK_WALK_S = 0.5
+LONGEST_WALK_S = 3.0
 LAST_WALK_S = 0.05
 
 
@@ -31,6 +33,7 @@ class Measured:
     disk_full: bool
     inodes_full: bool
     tmp_full: bool
+    cpu_throttled: int | None = None
 
 
 class Meter:
@@ -45,6 +48,8 @@ class Meter:
         self._peak_pids: int | None = None
         self._disk_full = self._inodes_full = self._tmp_full = False
         self._disk_bytes: int | None = None
+        self._entries = 0
+        self._walk_s = DISK_WALK_S
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self, *, alone: bool) -> None:
@@ -65,24 +70,33 @@ class Meter:
             self._task.cancel()
 
     async def _watch(self, end: Callable[[str], None]) -> None:
-        modes = self._body.modes
-        watched = {name for name in ("memory", "pids", "disk") if getattr(modes, name) == "watched"}
-        pause = WATCHED_S if watched else SAMPLE_S
-        turn = 0
+        # Apart, as a walk over a large tree takes longer than memory may go unseen.
+        await asyncio.gather(self._watch_counters(end), self._watch_disk(end))
+
+    async def _watch_counters(self, end: Callable[[str], None]) -> None:
+        watched = {name for name in ("memory", "pids") if getattr(self._body.modes, name) == "watched"}
         while True:
-            await asyncio.sleep(pause)
+            await asyncio.sleep(WATCHED_S if watched else SAMPLE_S)
             stats = await self._body.stats()
             self._sample(stats)
             if "memory" in watched and (stats.memory_bytes or 0) > self._limits.memory_bytes:
                 end("memory_watch")
             if "pids" in watched and (stats.pids or 0) > self._limits.pids:
                 end("pids_watch")
-            if turn % max(1, round(SAMPLE_S / pause)) == 0:
-                await self._look_at_disk()
-                over = (self._disk_bytes or 0) > self._limits.disk_bytes or self._inodes_full
-                if "disk" in watched and over:
-                    end("disk_watch")
-            turn += 1
+
+    async def _watch_disk(self, end: Callable[[str], None]) -> None:
+        modes = self._body.modes
+        pause = WATCHED_S
+        while True:
+            await asyncio.sleep(pause)
+            began = time.monotonic()
+            await self._look_at_disk(self._walk_s)
+            if modes.disk == "watched" and (self._disk_bytes or 0) > self._limits.disk_bytes:
+                end("disk_watch")
+            if modes.inodes == "watched" and self._entries > self._limits.inodes:
+                end("inodes_watch")
+            # A tree that takes long to walk may take a third of our time, no more.
+            pause = max(SAMPLE_S, 2 * (time.monotonic() - began))
 
     def _sample(self, stats: Stats) -> None:
         if stats.memory_bytes is not None:
@@ -90,7 +104,7 @@ class Meter:
         if stats.pids is not None:
             self._peak_pids = max(self._peak_pids or 0, stats.pids)
 
-    async def _look_at_disk(self, seconds: float = DISK_WALK_S) -> None:
+    async def _look_at_disk(self, seconds: float) -> None:
         tree = self._body.tree
         if tree.mode == "image":
             try:
@@ -102,13 +116,18 @@ class Meter:
             self._disk_full |= info.f_bavail * info.f_frsize < FULL_BYTES
             self._inodes_full |= info.f_files > 0 and info.f_favail < FULL_INODES
         else:
-            caps = Caps(entries=200_000, seconds=seconds)
+            caps = Caps(entries=max(200_000, 2 * self._limits.inodes), seconds=seconds)
             try:
                 use = await asyncio.to_thread(GuestTree(tree.path, tree.uid, tree.gid, caps).usage)
             except (CorralError, OSError):
                 return
             if use.complete or use.bytes > (self._disk_bytes or 0):
                 self._disk_bytes = use.bytes
+            if use.complete or use.entries > self._entries:
+                self._entries = use.entries
+            if not use.complete:
+                # What was seen is a lower bound: look longer next time, or a tree that grows fast would never be over.
+                self._walk_s = min(2 * self._walk_s, LONGEST_WALK_S)
             self._disk_full |= use.bytes > self._limits.disk_bytes - FULL_BYTES
             self._inodes_full |= use.entries > self._limits.inodes - FULL_INODES
         self._tmp_full |= _tmp_is_full(self._body.pid1)
@@ -135,7 +154,8 @@ class Meter:
             oom_kills=_count(before.oom_kills, after.oom_kills),
             pids_limit_hits=_count(before.pids_limit_hits, after.pids_limit_hits),
         )
-        return Measured(usage, self._disk_full, self._inodes_full, self._tmp_full)
+        throttled = _count(before.cpu_throttled, after.cpu_throttled)
+        return Measured(usage, self._disk_full, self._inodes_full, self._tmp_full, throttled)
 
 
 def empty_disk(tree: HostTree) -> int:

@@ -99,6 +99,8 @@ class Stats:
     disk_bytes: int | None = None
     disk_free_bytes: int | None = None
     inodes_free: int | None = None
+    cpu_throttled: int | None = None
+    """How many times the kernel held the instance back for its share of the processors."""
 
 
 @dataclass(frozen=True)

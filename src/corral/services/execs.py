@@ -161,7 +161,7 @@ class Execs:
         finally:
             self._cancel.pop(record.exec_id, None)
         watch.switch("collecting")
-        verdict = judge(facts, spec.limits, modes)
+        verdict = judge(facts, spec.limits, modes, spec.cwd)
         collected = None
         timeline: list[Json] = []
         if verdict.started is not False:
