@@ -58,6 +58,8 @@ class Body:
         """Bytes that an empty disk uses already."""
         self.journal = journal
         self.execs: dict[str, Exec] = {}
+        self.transfers = 0
+        """File transfers under way: processes inside that belong to no exec."""
         self.gone = asyncio.Event()
         self.destroying: str | None = None
         """The reason of `destroy`, once it began."""

@@ -154,6 +154,8 @@ class _Inside:
         }
 
     async def start(self) -> None:
+        """From here on `stop` must follow."""
+        self.body.transfers += 1
         status = await (await self.body.client()).start_exec(self._spec, fence=self.fence)
         if status["state"] == "failed":
             failure = status["failure"]
@@ -189,18 +191,22 @@ class _Inside:
         raise CorralError("infra_error", f"the file transfer inside ended early: {why or 'no reason given'}")
 
     async def stop(self) -> None:
-        if self.status is None:
-            with contextlib.suppress(CorralError):
-                await (await self.body.client()).kill_exec(self.exec_id, 0.0, fence=self.body.floor)
+        try:
+            if self.status is None:
+                with contextlib.suppress(CorralError):
+                    await (await self.body.client()).kill_exec(self.exec_id, 0.0, fence=self.body.floor)
+        finally:
+            self.body.transfers -= 1
 
 
 async def put_tar(body: Body, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str) -> None:
     """Unpack a stream at `dest` (relative to the workspace, or absolute inside)."""
     where, limits = os.path.join(WORKSPACE, dest), body.limits
     inside = _Inside(body, fence, user, ["unpack", where, str(limits.disk_bytes), str(limits.inodes)], WORKSPACE)
-    await inside.start()
-    reader = asyncio.ensure_future(_drain(inside))
+    reader: asyncio.Future[None] | None = None
     try:
+        await inside.start()
+        reader = asyncio.ensure_future(_drain(inside))
         client = await body.client()
         async for piece in tar:
             for at in range(0, len(piece), 256 * 1024):
@@ -212,8 +218,9 @@ async def put_tar(body: Body, fence: Fence, tar: AsyncIterator[bytes], dest: str
             await client.stdin(inside.exec_id, b"", True, fence=fence)
         await reader
     finally:
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
+        if reader is not None:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
         await inside.stop()
 
 
@@ -225,8 +232,8 @@ async def _drain(inside: _Inside) -> None:
 async def get_tar(body: Body, path: str, user: str) -> AsyncIterator[bytes]:
     """Pack a path inside; `not_found` before the first byte."""
     inside = _Inside(body, body.floor, user, ["pack", os.path.join(WORKSPACE, path)], WORKSPACE)
-    await inside.start()
     try:
+        await inside.start()
         async for piece in inside.output():
             yield piece
     finally:
