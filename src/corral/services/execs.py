@@ -153,8 +153,9 @@ class Execs:
         cancel = self._cancel.setdefault(record.exec_id, asyncio.Event())
         try:
             facts = await self._attempt(record, instance_id, spec, cancel, watch)
-            if record.state == "starting" and _never_arrived(facts):
-                # An earlier owner died between its journal and the frame; the guest says that it knows nothing of it.
+            if record.state == "starting" and _interrupted(facts):
+                # An earlier owner stopped between its journal and the guest's answer. Sending the same `exec_id` again is
+                # safe whatever happened: a guest that knows it answers with what became of it and starts nothing.
                 await self._core.node.forget_exec(record.exec_id)
                 facts = await self._attempt(record, instance_id, spec, cancel, watch)
             facts = await self._because(record.exec_id, facts)
@@ -187,6 +188,7 @@ class Execs:
             return None
         if (why := await self._cancelled(record.exec_id)) is not None:
             return ExecFacts(False, ended_by=why)
+        self._core.check_open()  # a start that a stop would cut short is left to the next owner
         try:
             faults.point("exec.start.before")
             # Never cut short by a stop of ours: the frame may have arrived, and then the node has to know the exec.
@@ -266,8 +268,25 @@ class Execs:
                     pass
 
     # -- output ----------------------------------------------------------------------------------------------------------------
+    async def begun(self, exec_id: str) -> ExecRecord:
+        """The exec's row once the exec is more than `starting`: from then on the node can stream it."""
+        core = self._core
+        with core.wakes.listen(exec_id) as woken:
+            while True:
+                woken.clear()
+                row = await core.store.get_exec(exec_id, None)
+                if row is None:
+                    raise CorralError("not_found", f"there is no exec {exec_id}")
+                if row.state != "starting":
+                    return row
+                core.check_open()
+                await woken.wait()
+
     async def stream(self, exec_id: str, cursor: str | None) -> AsyncIterator[StreamEvent]:
-        """Output from the node's cursor to the end of the exec, without `started` and `ended`."""
+        """Output from the node's cursor to the end of the exec, without `started` and `ended`; waits for its start."""
+        row = await self.begun(exec_id)
+        if row.state == "never_started":
+            return
         source = self._core.node.stream_exec(exec_id, cursor)
         try:
             async for item in source:
@@ -280,6 +299,9 @@ class Execs:
         except CorralError as error:
             if error.code != "not_found":
                 raise
+            for name in ("stdout", "stderr"):  # the spool is gone: say how much there was
+                if missing := int(((row.result or {}).get(name) or {}).get("produced", 0)):
+                    yield StreamEvent("gap", None, 0, b"", {"stream": name, "offset": 0, "bytes": missing})
         finally:
             close = getattr(source, "aclose", None)
             if close is not None:
@@ -335,9 +357,10 @@ async def file_blocks(path: str) -> tuple[int, AsyncIterator[bytes]]:
     return size, blocks()
 
 
-def _never_arrived(facts: ExecFacts) -> bool:
-    """The node is certain that the guest never got the frame, and nobody wanted it to end."""
-    return facts.started is False and facts.infra is not None and facts.ended_by is None and facts.start_failure is None
+def _interrupted(facts: ExecFacts) -> bool:
+    """The platform failed before anybody saw the program run, and nobody wanted it to end."""
+    unseen = facts.started is not True and facts.exit_code is None and facts.signal is None and not facts.sandbox_lost
+    return unseen and facts.infra is not None and facts.ended_by is None and facts.start_failure is None
 
 
 def _not_started(error: CorralError) -> ExecFacts:

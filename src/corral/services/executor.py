@@ -179,7 +179,7 @@ class Executor:
         with core.watchers.watching(run_id):
             run = await self._until(caller, run_id, lambda r: r.exec_id is not None or r.state == "finished")
             if run.exec_id is not None:
-                if cursor is None:
+                if cursor is None and (await self._execs.begun(run.exec_id)).state != "never_started":
                     yield StreamEvent("started", None, doc={"run_id": run_id, "exec_id": run.exec_id})
                 async for event in self._execs.stream(run.exec_id, cursor):
                     yield event

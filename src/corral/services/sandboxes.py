@@ -259,11 +259,8 @@ class Sandboxes:
         """`started`, output from the node's cursor on, `ended`."""
         core = self._core
         with core.watchers.watching(exec_id):
-            with core.wakes.listen(exec_id) as woken:
-                while (record := await self.get_exec(caller, exec_id)).state == "starting":
-                    core.check_open()
-                    await woken.wait()
-                    woken.clear()
+            await self.get_exec(caller, exec_id)
+            record = await self._execs.begun(exec_id)
             if record.state != "never_started":
                 if cursor is None:
                     yield StreamEvent("started", None, doc={"exec_id": exec_id, "sandbox_id": record.sandbox_id})

@@ -203,6 +203,23 @@ async def test_the_stream_has_started_output_and_ended_in_order(world):
     assert [e.kind async for e in resumed.events] == ["ended"]
 
 
+async def test_a_stream_that_is_opened_before_the_start_has_all_output(world, until):
+    world.node.start_gate = asyncio.Event()
+    run = (await world.call("POST", "/v1/runs", PRINT, wait=0)).document
+    reply = await world.call("GET", f"/v1/runs/{run['id']}/stream")
+    first = asyncio.ensure_future(anext(reply.events))
+
+    async def waits():
+        return bool(await world.store.open_execs())
+
+    await until(waits)
+    await asyncio.sleep(0.05)
+    assert not first.done()
+    world.node.start_gate.set()
+    assert (await first).kind == "started"
+    assert b"".join([e.data async for e in reply.events]) == "你好 42".encode()
+
+
 async def test_the_stream_of_a_refused_run_ends(world):
     run = (await world.call("POST", "/v1/runs", {**PRINT, "memory": "6G", "tmp": "6G"})).document
     reply = await world.call("GET", f"/v1/runs/{run['id']}/stream")

@@ -92,7 +92,8 @@ async def test_a_running_program_goes_on_under_the_next_owner(world, until):
     assert world.node.starts == [exec_id]
 
 
-async def test_an_exec_that_certainly_never_arrived_is_sent_again(world, until):
+@pytest.mark.parametrize("started", [False, None])
+async def test_an_exec_whose_frame_was_interrupted_is_sent_again(world, until, started):
     from corral.domain.facts import ExecFacts
 
     world.node.start_gate = asyncio.Event()
@@ -111,7 +112,7 @@ async def test_an_exec_that_certainly_never_arrived_is_sent_again(world, until):
 
     [instance_id] = world.node.live
     ghost = world.node.execs[row.exec_id] = FakeExec(ExecSpec(row.exec_id, ("print",)), instance_id)
-    ghost.end(ExecFacts(False, infra="interrupted"))
+    ghost.end(ExecFacts(started, infra="interrupted"))
     world.node.start_gate = None
     await world.start()
     await until(lambda: finished(world, run_id))
