@@ -60,6 +60,8 @@ class Body:
         self.execs: dict[str, Exec] = {}
         self.transfers = 0
         """File transfers under way: processes inside that belong to no exec."""
+        self.background = False
+        """An exec that is over left processes behind."""
         self.gone = asyncio.Event()
         self.destroying: str | None = None
         """The reason of `destroy`, once it began."""
@@ -192,13 +194,18 @@ class Body:
         except (CorralError, OSError, TimeoutError):
             return Stats()
 
-    async def survivors(self, since_ticks: int) -> list[int]:
-        """Host pids that began at or after `since_ticks` and still run: the witness of a kill."""
+    async def members(self) -> frozenset[tuple[int, int]]:
+        """(pid on the host, start time) of everything inside."""
         try:
             pids = await self.runtime.processes(self.ref)
         except (CorralError, OSError):
-            return []
-        return [pid for pid in pids if _began_after(pid, since_ticks)]
+            return frozenset()
+        return frozenset((pid, began) for pid in pids if (began := process.start_time(pid)) is not None)
+
+    async def survivors(self, since_ticks: int, older: frozenset[tuple[int, int]] = frozenset()) -> list[int]:
+        """Host pids that began at or after `since_ticks`, are none of `older` and still run: the witness of a kill."""
+        members = await self.members()
+        return [pid for pid, began in members - older if began >= since_ticks and _runs(pid, began)]
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run something of this body beside; it is cancelled when we let go."""
@@ -229,13 +236,10 @@ class Body:
             await self._client.close()
 
 
-def _began_after(pid: int, ticks: int) -> bool:
-    began = process.start_time(pid)
-    if began is None or began < ticks:
-        return False
+def _runs(pid: int, began: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0] not in (b"Z", b"X") and int(fields[19]) == began
+    except (OSError, IndexError, ValueError):
         return False
-    return state not in (b"Z", b"X")

@@ -63,6 +63,9 @@ class Exec:
         self.started_at: float | None = None
         self.ended_at: float | None = None
         self.closing = False
+        self.accountable = True
+        """Whether every process that began since this exec and is not in `older` must be its own."""
+        self.older: frozenset[tuple[int, int]] = frozenset()
         self._grace_s = grace_s
         self._background = background
         self._started: bool | None = None
@@ -76,6 +79,8 @@ class Exec:
         self.body.execs[self.exec_id] = self
         try:
             await self.meter.begin(alone=len(self.body.execs) == 1)
+            if self.body.background:
+                self.older = await self.body.members()
             status = await self._start(spec, fence)
         except BaseException:
             self.body.execs.pop(self.exec_id, None)
@@ -131,18 +136,20 @@ class Exec:
             self._timer.cancel()
         if self._ending is not None:
             await asyncio.shield(self._ending)
-        elif final is not None and self._says_all_is_over(final) and not await self._witnessed():
-            # What the guest calls over runs on: nothing that it says of this exec counts.
+        elif not (self.body.gone.is_set() or self.body.destroying is not None) and not await self._believable(final):
+            # No end was told, or what the guest calls over runs on: nothing of it may live behind a result that does not know.
             final = None
             self.body.forsaken = True
             self._killed_all = await self.body.kill()
         await self._finish(final, infra)
 
-    def _says_all_is_over(self, status: ExecStatus) -> bool:
-        """Whether the host can judge the end that the guest tells: by it nothing of this exec may live any more."""
-        if status["state"] == "failed":
-            return True
-        return status["state"] == "ended" and self._background == "kill" and status["killed_all"]
+    async def _believable(self, status: ExecStatus | None) -> bool:
+        """False when no end was told, or one by which nothing of this exec lives any more while the host sees that it does."""
+        if status is None:
+            return False
+        over = status["state"] in ("failed", "unknown")
+        over |= status["state"] == "ended" and self._background == "kill" and status["killed_all"]
+        return not over or await self._witnessed()
 
     async def _pump(self) -> ExecStatus | None:
         """Bytes into the spool until the guest tells the end; None when the end was not told."""
@@ -220,15 +227,22 @@ class Exec:
         """The host's view after the guest confirmed. With several at work inside the host cannot tell whose a process is."""
         until = time.monotonic() + WITNESS_S
         pause = 0.001  # the supervisor is on its way out
-        while len(self.body.execs) == 1 and not self.body.transfers and await self.body.survivors(self.since_ticks):
+        while self._alone() and await self.body.survivors(self.since_ticks, self.older):
             if time.monotonic() > until:
                 return False
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.02)
         return True
 
+    def _alone(self) -> bool:
+        return self.accountable and len(self.body.execs) == 1 and not self.body.transfers
+
     # -- facts ---------------------------------------------------------------------------------------------------------
     async def _finish(self, status: ExecStatus | None, infra: str | None) -> None:
+        if status is not None and status["background"]:
+            self.body.background = True
+            for other in self.body.execs.values():
+                other.accountable = other.accountable and other is self
         measured = await self.meter.end()
         self.spool.finish()
         self.spool.drop_input()

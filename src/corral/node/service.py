@@ -130,6 +130,7 @@ class LocalNode:
         self, entry: InstanceEntry, runtime: Runtime, instance: Instance, execs: list[ExecEntry]
     ) -> Body:
         body = self._body(entry.instance_id, runtime, instance, entry.data)
+        body.background = True  # what earlier execs left is not remembered
         client = await body.client()
         if client.hello.floor < entry.floor:
             await client.fence(entry.floor, "adopt")
