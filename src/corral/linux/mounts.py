@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from corral.linux import userns
-
 T = TypeVar("T")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -98,32 +96,6 @@ def idmapped_bind(
     with _clone(source, False) as tree:
         _set_attributes(tree, _flags(read_only, nosuid, nodev), source, userns_fd=userns_fd)
         attach(tree, target)
-
-
-def idmap_supported(path: str = "/") -> bool:
-    """Whether the file system of `path` can be mounted with an id map here: tried once, on a clone that nobody sees."""
-    device = os.stat(path).st_dev
-    if device not in _idmap_tried:
-        _idmap_tried[device] = _try_idmap(path)
-    return _idmap_tried[device]
-
-
-_idmap_tried: dict[int, bool] = {}
-
-
-def _try_idmap(path: str) -> bool:
-    try:
-        fd = userns.create(1, 1, 1)
-    except OSError:
-        return False
-    try:
-        with _clone(path, False) as tree:
-            _set_attributes(tree, _ATTR_RDONLY, path, userns_fd=fd)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
 
 
 def tmpfs(

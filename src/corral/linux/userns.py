@@ -271,24 +271,20 @@ def make_run_directory(path: str = RUN) -> None:
         os.chmod(path, 0o755)  # noqa: S103 - ids of sandboxes pass through
 
 
-def create(base: int, count: int = SIZE, owner_uid: int | None = None, *, two_entries: bool = False) -> int:
+def create(base: int, count: int = SIZE) -> int:
     """A user namespace in which ids 0..count-1 are the host ids base..base+count-1; -> its descriptor (the caller closes it).
 
-    `two_entries` maps 0 and 1000 only. The namespace belongs to `owner_uid` (default: base), which bubblewrap's `--userns` needs.
-    Works from a process with threads: a child is executed with that uid, unshares, gets its maps from us, and ends.
+    The namespace belongs to the host id `base`, which bubblewrap's `--userns` needs. Works from a process with threads: a child is executed with that uid, unshares, gets its maps from us, and ends.
     """
-    owner = base if owner_uid is None else owner_uid
-    lines = f"0 {base} 1\n1000 {base + 1000} 1\n" if two_entries else f"0 {base} {count}\n"
+    # By programs, because a copy of this process made to take another id would cost more than three starts.
+    as_owner = ["setpriv", "--reuid", str(base), "--regid", str(base), "--clear-groups", "--"]
     with subprocess.Popen(
-        ["unshare", "--user", "--", "cat"],
+        [*as_owner, "unshare", "--user", "--", "cat"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
         cwd="/",
-        user=owner,
-        group=owner,
-        extra_groups=[],
         bufsize=0,
     ) as child:
         assert child.stdin and child.stdout and child.stderr
@@ -306,7 +302,7 @@ def create(base: int, count: int = SIZE, owner_uid: int | None = None, *, two_en
             for name in ("uid_map", "gid_map"):
                 table = os.open(f"/proc/{child.pid}/{name}", os.O_WRONLY | os.O_CLOEXEC)
                 try:
-                    os.write(table, lines.encode())
+                    os.write(table, f"0 {base} {count}\n".encode())
                 finally:
                     os.close(table)
         except BaseException:

@@ -87,18 +87,6 @@ def test_an_id_mapped_bind_shows_owners_of_the_range(place: Path) -> None:
     assert {"ro", "idmapped"} <= options(place / "target")[0]
 
 
-def test_the_probe_for_id_maps_tells_what_a_bind_then_does(place: Path) -> None:
-    namespace = userns.create(BASE)
-    try:
-        mounts.idmapped_bind(str(place / "source"), str(place / "target"), namespace)
-        works = True
-    except OSError:
-        works = False
-    finally:
-        os.close(namespace)
-    assert mounts.idmap_supported(str(place)) is works
-
-
 def test_a_tmpfs_holds_bytes_and_inodes(place: Path) -> None:
     mounts.tmpfs(str(place / "target"), size=1 << 20, inodes=10, mode=0o700, uid=7, gid=8)
     found = os.stat(place / "target")

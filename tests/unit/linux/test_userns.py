@@ -153,10 +153,11 @@ class TestAsRoot:
                 _, start, count = line.split(":")
                 assert first >= int(start) + int(count)
 
-    @pytest.mark.parametrize("two_entries", [False, True])
-    def test_a_namespace_has_the_maps_and_the_owner_asked_for(self, tmp_path: Path, two_entries: bool) -> None:
+    def test_a_namespace_has_the_whole_map_and_is_kept_for_the_next_user(self, tmp_path: Path) -> None:
         base = installation(tmp_path, "a").allocate("ins_1")
-        fd = userns.create(base, two_entries=two_entries)
+        namespaces = userns.Namespaces()
+        fd = namespaces.of(base)
+        assert namespaces.of(base) == fd
         try:
             read = "cat /proc/self/uid_map; echo --; cat /proc/self/gid_map"
             said = subprocess.run(
@@ -168,9 +169,7 @@ class TestAsRoot:
             ).stdout.split("--")
         finally:
             os.close(fd)
-        expected = (
-            [["0", str(base), "1"], ["1000", str(base + 1000), "1"]] if two_entries else [["0", str(base), "65536"]]
-        )
+        expected = [["0", str(base), "65536"]]
         assert [[line.split() for line in part.strip().splitlines()] for part in said] == [expected, expected]
 
     def test_a_namespace_can_be_made_beside_other_threads_and_leaves_no_process(self, tmp_path: Path) -> None:

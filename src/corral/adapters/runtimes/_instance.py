@@ -80,10 +80,11 @@ def show(source: str, place: str, name: str, namespace: int | None) -> None:
     """Make a tree appear in the place, read-only; with a user namespace its owners are translated by that where the kernel can."""
     target = f"{place}/{name}"
     os.mkdir(target)
-    if namespace is not None and mounts.idmap_supported(source):
-        mounts.idmapped_bind(source, target, namespace)
-    else:
-        mounts.bind(source, target, read_only=True)
+    if namespace is not None:
+        with contextlib.suppress(OSError):  # not every file system can
+            mounts.idmapped_bind(source, target, namespace)
+            return
+    mounts.bind(source, target, read_only=True)
 
 
 def clear_place(directory: str) -> list[str]:

@@ -42,15 +42,14 @@ _START_S = 20.0
 _STOP_S = 20.0
 _PROBE_S = 6.0
 _WALK_ENTRIES = 200_000
-_PROBE_FORMAT = 2
+_PROBE_FORMAT = 3
 
 
 @dataclass(frozen=True)
 class _Way:
-    """What works on this host: how ids are held, whether the base can be id-mapped, whether disks can be images."""
+    """What works on this host: how ids are held, whether disks can be images."""
 
     uids: bwrap.Uids
-    idmap: bool
     image: bool
     start_ms: float
 
@@ -156,7 +155,7 @@ class BubblewrapRuntime:
                 translated = namespace.result() if namespace is not None else None
                 if uids != "user":
                     for source, name in ((spec.rootfs, "root"), (spec.interpreter, "corral")):
-                        _instance.show(source, place, name, translated if way.idmap else None)
+                        _instance.show(source, place, name, translated)
                 faults.point("runtime.create.root")
                 clock.lap("root")
                 launcher.go(translated)
@@ -469,7 +468,7 @@ class BubblewrapRuntime:
         os.makedirs(self._tools, exist_ok=True)
         image = root and self._try_image()
         for uids in ("two", "one") if root else ("user",):
-            way = _Way(uids, root and mounts.idmap_supported(self._tools), image, 0.0)
+            way = _Way(uids, image, 0.0)
             try:
                 way = replace(way, start_ms=self._try(way))
             except (OSError, subprocess.SubprocessError, CorralError) as error:

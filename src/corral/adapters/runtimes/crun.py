@@ -11,6 +11,7 @@ Output of crun and of the guest goes to `disk/guest.log`.
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import re
 import shutil
@@ -133,7 +134,7 @@ class CrunRuntime:
                 self._write_configuration(spec, base)
                 faults.point("runtime.create.config")
                 clock.lap("config")
-                tree = self._make_disk(spec, place, base, namespace)
+                tree = self._make_disk(spec, place, namespace)
                 clock.lap("disk")
                 for source, name in ((spec.rootfs, "root"), (spec.interpreter, "corral")):
                     _instance.show(source, place, name, None if namespace is None else namespace.result())
@@ -162,15 +163,21 @@ class CrunRuntime:
         faults.point("runtime.create.recorded")
         return _answer(InstanceRef(self.name, spec.instance_id, spec.directory, data))
 
-    def _make_disk(self, spec: InstanceSpec, place: str, base: int | None, namespace: Future[int] | None) -> HostTree:
+    def _make_disk(self, spec: InstanceSpec, place: str, namespace: Future[int] | None) -> HostTree:
         inside = oci.SANDBOX_UID
         size, inodes = spec.limits.disk_bytes, spec.limits.inodes
-        if namespace is not None and mounts.idmap_supported(place):
+        if namespace is not None:
             return disk.prepare(place, size, inodes, inside, inside, idmap=namespace.result, blanks=self._tools)
-        owner = inside + (base or 0)
-        return disk.prepare(place, size, inodes, owner, owner, blanks=self._tools)
+        return disk.prepare(place, size, inodes, inside, inside, blanks=self._tools)
 
     def _write_configuration(self, spec: InstanceSpec, base: int | None) -> None:
+        seccomp, annotations = None, {}
+        if "unsafe_no_seccomp" not in spec.unsafe:
+            # crun takes a compiled filter in place of the rules, for which it needs five milliseconds. One that did not know this
+            # would kill the guest at its first call.
+            seccomp = {"defaultAction": "SCMP_ACT_KILL_PROCESS"}
+            with open(_instance.filter_file(self._tools, "default"), "rb") as file:
+                annotations["run.oci.seccomp_bpf_data"] = base64.b64encode(file.read()).decode()
         configuration = oci.configuration(
             spec,
             view=_instance.VIEW,
@@ -178,6 +185,8 @@ class CrunRuntime:
             open_files=_instance.open_files(spec.limits),
             control_fd=_instance.CONTROL_FD,
             filter_fd=None if "unsafe_no_seccomp" in spec.unsafe else _instance.EXEC_FILTER_FD,
+            seccomp=seccomp,
+            annotations=annotations,
         )
         _instance.write_json(f"{spec.directory}/config.json", configuration)
 
@@ -246,6 +255,7 @@ class CrunRuntime:
             group.kill(max(0.1, end - time.monotonic()))
             if (init := _instance.init_of(ref)) is not None:
                 process.kill(init)
+                process.wait_gone_blocking(init, 0.05)  # it leaves the group a while before it is gone
             starting = _instance.starting(ref.directory)  # first: a launcher enters the group before it lets go
             alive = group.procs()
             if not alive and base is not None:

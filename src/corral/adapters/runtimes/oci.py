@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corral.domain.limits import KIB, MIB, Limits
-from corral.linux import seccomp, userns
+from corral.linux import userns
 from corral.ports.runtime import InstanceSpec
 
 GUEST_CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
@@ -68,9 +68,11 @@ def configuration(
     open_files: int,
     control_fd: int,
     filter_fd: int | None,
+    seccomp: dict[str, Any] | None,
+    annotations: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """The whole `config.json`. `view` holds `root`, `disk` and `corral` (the interpreter) where the runtime sees them; `base_uid` is the first host id of the user namespace, None for none (then one id inside).
-    `filter_fd` is where the guest finds the filter for its execs."""
+    `filter_fd` is where the guest finds the filter for its execs; `seccomp` is the filter around both, None for none."""
     one_uid = base_uid is None
     capabilities = ["CAP_KILL"] if one_uid else list(GUEST_CAPABILITIES)
     linux: dict[str, Any] = {
@@ -84,8 +86,8 @@ def configuration(
         mapping = [{"containerID": 0, "hostID": base_uid, "size": userns.SIZE}]
         linux["namespaces"].append({"type": "user"})
         linux["uidMappings"] = linux["gidMappings"] = mapping
-    if "unsafe_no_seccomp" not in spec.unsafe:
-        linux["seccomp"] = seccomp.to_oci("default")
+    if seccomp is not None:
+        linux["seccomp"] = seccomp
     options = [] if filter_fd is None else ["--seccomp-exec", f"fd:{filter_fd}"]
     for name, wanted in (
         ("--same-uid", one_uid),
@@ -120,6 +122,7 @@ def configuration(
         },
         "mounts": _mounts(spec, view),
         "linux": linux,
+        "annotations": annotations or {},
     }
 
 
