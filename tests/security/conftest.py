@@ -24,33 +24,41 @@ import corral
 from corral.domain.facts import ExecFacts, StreamFacts, Usage
 from corral.node.interpreter import PYTHON_ARGV
 
-USER = 54321
-"""The ordinary user of these tests, when root runs them."""
-AS_USER: dict[str, Any] = {"user": USER, "group": USER, "extra_groups": []}
+from .probes import AS_USER, USER, user_python
+
 ROOT = os.geteuid() == 0
 MODES = ["bubblewrap-user"]
 if ROOT:
     MODES = ["bubblewrap-root", "bubblewrap-user", *(["crun-root"] if shutil.which("crun") else [])]
-APPLETS = "sh cat sleep env true false dd rm mkdir ln ls stat kill setsid mkfifo touch echo id find ps mount".split()
+APPLETS = [
+    "sh",
+    "cat",
+    "sleep",
+    "env",
+    "true",
+    "false",
+    "dd",
+    "rm",
+    "mkdir",
+    "ln",
+    "ls",
+    "stat",
+    "kill",
+    "setsid",
+    "mkfifo",
+    "touch",
+    "echo",
+    "id",
+    "find",
+    "ps",
+    "mount",
+]
 
 
 @cache
 def landlock_abi() -> int:
     """Version of the kernel's Landlock; signals can be confined from 6 on."""
     return max(0, ctypes.CDLL(None).syscall(444, None, 0, 1))
-
-
-@cache
-def user_python() -> str:
-    """A Python that an ordinary user may run: this one, else the system's."""
-    for candidate in (sys.executable, "/usr/bin/python3"):
-        probe = [candidate, "-c", "import sys; raise SystemExit(sys.version_info < (3, 11))"]
-        try:
-            if subprocess.run(probe, capture_output=True, cwd="/", **AS_USER).returncode == 0:
-                return candidate
-        except OSError:
-            continue
-    pytest.skip("no Python of at least 3.11 is executable by an ordinary user")
 
 
 def make_rootfs(path: Path) -> None:

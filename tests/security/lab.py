@@ -181,9 +181,12 @@ class Server:
         items = [(path, mode, base64.b64decode(data)) for path, mode, data in files]
         await self.node.put_files(instance, FENCE, items)
 
-    async def op_put_tar(self, instance: str, tar: str, dest: str) -> None:
+    async def op_put_tar(self, instance: str, tar: str, dest: str, pause_s: float = 0.0) -> None:
         async def once() -> Any:
-            yield base64.b64decode(tar)
+            data = base64.b64decode(tar)
+            yield data[:100]
+            await asyncio.sleep(pause_s)
+            yield data[100:]
 
         await self.node.put_tar(instance, FENCE, once(), dest)
 

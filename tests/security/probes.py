@@ -9,9 +9,16 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
+import pytest
+
 from corral.linux import seccomp
+
+USER = 54321
+"""The ordinary user of these tests, when root runs them."""
+AS_USER: dict[str, Any] = {"user": USER, "group": USER, "extra_groups": []}
 
 _MORE = {
     "x86_64": {"getpid": 39, "prlimit64": 302, "sched_setaffinity": 203, "sched_setscheduler": 144, "ioprio_set": 251}
@@ -69,10 +76,23 @@ def attempt(name, action, *args):
 TELL = "\nprint(json.dumps(answers))\n"
 
 
+@cache
+def user_python() -> str:
+    """A Python that an ordinary user may run: this one, else the system's."""
+    for candidate in (sys.executable, "/usr/bin/python3"):
+        probe = [candidate, "-c", "import sys; raise SystemExit(sys.version_info < (3, 11))"]
+        try:
+            if subprocess.run(probe, capture_output=True, cwd="/", **AS_USER).returncode == 0:
+                return candidate
+        except OSError:
+            continue
+    pytest.skip("no Python of at least 3.11 is executable by an ordinary user")
+
+
 def on_the_host(code: str, *arguments: str, **options: Any) -> dict[str, Any]:
     """Run a probe as a plain child of ours: what it can do without a sandbox."""
     done = subprocess.run(
-        [sys.executable, "-I", "-c", code, *arguments],
+        [user_python() if "user" in options else sys.executable, "-I", "-c", code, *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -10,6 +10,9 @@ The control is the same program with an honest guest (or the hostile one telling
 
 from __future__ import annotations
 
+import base64
+import io
+import tarfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -114,6 +117,23 @@ def test_control_an_honest_guest_keeps_the_sandbox_over_a_timeout(impatient: Lab
         facts = box.wait(start_marked(box, mark, limits={"wall_s": 1.0}, grace_s=0.2)).facts
         assert reason(facts) == "timeout" and facts.killed_all, facts
         assert not marked(mark) and box.works()
+
+
+def test_control_what_is_at_work_beside_or_before_is_not_taken_for_a_lie(impatient: Lab, mark: str) -> None:
+    """A file transfer and kept background processes run on while another exec is killed, or ends by itself."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("empty"))
+    with impatient.box() as box:
+        assert box.sh("sleep 1000 & sleep 0.01").facts.exit_code == 0
+        tar = base64.b64encode(packed.getvalue()).decode()
+        transfer = impatient.send("put_tar", instance=box.instance, tar=tar, dest="/workspace", pause_s=3.0)
+        facts = box.wait(start_marked(box, mark, limits={"wall_s": 0.5}, grace_s=0.1)).facts
+        assert reason(facts) == "timeout" and facts.killed_all and not marked(mark), facts
+        assert reason(box.run("/bin/true", background="kill").facts) == "ok"
+        impatient.answer(transfer)
+        assert reason(box.run("/bin/ls", "/workspace/empty", background="kill").facts) == "ok"
+        assert box.works()
 
 
 SILENT = "def on_start(request):\n begin(request['spec']['argv'])\n"

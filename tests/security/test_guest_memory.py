@@ -141,7 +141,19 @@ def test_the_same_holds_with_one_uid_for_both(lab: Lab, target: str) -> None:
 
 
 # Doors that a defence closes when it is the only one; whatever is not named stays open under it.
-_LOOKS = {"environ", "maps", "smaps", "auxv", "root", "cwd", "list fd", "list map_files", "exe", "namespace", "follow fd"}
+_LOOKS = {
+    "environ",
+    "maps",
+    "smaps",
+    "auxv",
+    "root",
+    "cwd",
+    "list fd",
+    "list map_files",
+    "exe",
+    "namespace",
+    "follow fd",
+}
 _LOOKS |= {"read memory", "write memory", "pagemap", "io", "personality", "stack", "syscall"}
 _CALLS = {"ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "process_madvise"}
 _RANK = {"affinity", "scheduler", "priority"}

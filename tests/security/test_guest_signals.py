@@ -14,7 +14,17 @@ import pytest
 from .conftest import Box, Lab, eventually, landlock_abi, marked
 from .probes import PRELUDE, TELL, on_the_host
 
-WAYS = ("kill", "tkill", "tgkill", "sigqueue", "thread sigqueue", "pidfd", "directory as pidfd", "owner", "owner as group")
+WAYS = (
+    "kill",
+    "tkill",
+    "tgkill",
+    "sigqueue",
+    "thread sigqueue",
+    "pidfd",
+    "directory as pidfd",
+    "owner",
+    "owner as group",
+)
 
 SIGNAL = (
     PRELUDE
