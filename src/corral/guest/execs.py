@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import _socket
 import _struct
 import errno
 import fcntl
 import os
 import time
 
-from corral.guest import kernel, loop, processes, protocol, supervisor
+from corral.guest import kernel, launch, loop, posts, processes, protocol, supervisor
+from corral.guest.posts import Post
 from corral.guest.requests import Defaults, Refusal, choice_of, plan_of, seconds_of, window_of
 from corral.guest.streams import Input, Stream
 
@@ -33,7 +33,6 @@ class Exec:
     __slots__ = (
         "background",
         "born",
-        "channel",
         "deadline",
         "end_state",
         "ended_by",
@@ -52,6 +51,7 @@ class Exec:
         "killed_all",
         "main",
         "maxrss_kib",
+        "post",
         "pty_master",
         "pty_quiet",
         "pty_until",
@@ -63,7 +63,6 @@ class Exec:
         "state",
         "stime_ms",
         "streams",
-        "supervisor",
         "utime_ms",
         "watcher",
     )
@@ -74,8 +73,7 @@ class Exec:
         self.state = "starting"
         self.started: bool | None = None
         self.main = 0
-        self.supervisor = 0
-        self.channel: Any = None
+        self.post: Post | None = None
         self.streams: dict[str, Stream] = {}
         self.input: Input | None = None
         self.pty_master = -1
@@ -112,7 +110,7 @@ class Exec:
     @property
     def alive(self) -> bool:
         """Something of it may still run."""
-        return self.supervisor != 0
+        return self.post is not None
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -160,6 +158,8 @@ class Runner:
         self._input_moved = input_moved
         self.execs: dict[str, Exec] = {}
         self.by_supervisor: dict[int, Exec] = {}
+        self.idle: dict[int, Post] = {}
+        self._standard = launch.Standard(defaults.filter, defaults.oom_score_adj)
         self.ending: set[Exec] = set()
 
     # -- start -------------------------------------------------------------------------------------------------------------------
@@ -179,25 +179,66 @@ class Runner:
         theirs: list[int] = []
         try:
             self._open_pipes(job, plan, window, wants_input, theirs)
-            ours, other = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
-            ours.setblocking(False)
-            job.channel = ours
-            job.supervisor = os.fork()
-            if job.supervisor == 0:
-                supervisor.run(plan, other)
-            other.close()
+            post = job.post = self._hand_over(plan) or self._fork(plan)
         except OSError as error:
-            job.supervisor = 0
             self._never_started(job, error)
             return job
         finally:
             for fd in set(theirs):
                 os.close(fd)
-        self.by_supervisor[job.supervisor] = job
-        self._loop.watch(ours.fileno(), loop.READ, lambda _: self._hear(job))
+        self.by_supervisor[post.pid] = job
+        self._loop.watch(post.channel.fileno(), loop.READ, lambda _: self._hear(job))
         for stream in job.streams.values():
             self._watch_stream(job, stream)
         return job
+
+    def _hand_over(self, plan: launch.Plan) -> Post | None:
+        """The supervisor that stood by, if there is one and the plan is for it."""
+        if not self.idle or not self._reusable(plan) or not self._standard.fits(plan):
+            return None
+        packed = plan.pack()
+        if len(packed) > launch.MAX_PACKED:
+            return None
+        _, post = self.idle.popitem()
+        if post.hand(plan, packed):
+            return post
+        self._dismiss(post)
+        return None
+
+    def _fork(self, plan: launch.Plan) -> Post:
+        return posts.fork(plan, self._standard, reusable=self._reusable(plan), dumpable=plan.dumpable)
+
+    def _reusable(self, plan: launch.Plan) -> bool:
+        # Who has the guest's own uid can reach its supervisor.
+        return self._defaults.standing and plan.uid != os.getuid()
+
+    def stand_by(self) -> None:
+        """Have a supervisor ready for the next exec, where that is safe."""
+        if not self._defaults.standing or self.idle:
+            return
+        try:
+            self._keep(posts.fork(None, self._standard, reusable=True, dumpable=self._defaults.dumpable))
+        except OSError:
+            pass  # the next exec makes its own, or says why it cannot
+
+    def _keep(self, post: Post) -> None:
+        self.idle[post.pid] = post
+        self._loop.watch(post.channel.fileno(), loop.READ, lambda _: self._hear_idle(post))
+
+    def _hear_idle(self, post: Post) -> None:
+        if post.hear() == b"":
+            self.idle.pop(post.pid, None)
+            self._dismiss(post)
+
+    def _dismiss(self, post: Post) -> None:
+        """It ends by itself when nobody talks to it any more."""
+        if post.channel is not None:
+            self._loop.forget(post.channel.fileno())
+        post.close()
+
+    def idle_ended(self, pid: int) -> None:
+        """One that stood by was reaped."""
+        self._dismiss(self.idle.pop(pid))
 
     def _never_started(self, job: Exec, error: OSError) -> None:
         job.state = "failed"
@@ -205,12 +246,9 @@ class Runner:
         code = errno.errorcode.get(error.errno or 0, "EIO")
         job.failure = {"what": "platform", "errno": code, "message": f"the exec cannot be made: {error.strerror}"}
         self._release(job)
-        if job.channel is not None:
-            job.channel.close()
-            job.channel = None
 
     def _open_pipes(
-        self, job: Exec, plan: supervisor.Plan, window: tuple[int, int] | None, wants_input: bool, theirs: list[int]
+        self, job: Exec, plan: launch.Plan, window: tuple[int, int] | None, wants_input: bool, theirs: list[int]
     ) -> None:
         plan.pty = window is not None
         if window is not None:
@@ -240,7 +278,7 @@ class Runner:
             plan.stdin = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         theirs.append(plan.stdin)
 
-    def _open_pty(self, plan: supervisor.Plan) -> tuple[int, int]:
+    def _open_pty(self, plan: launch.Plan) -> tuple[int, int]:
         # The terminal belongs to whoever opens it; the exec's user must be able to open it again by name.
         me, group = os.geteuid(), os.getegid()
         if me != 0 or plan.uid == 0:
@@ -370,35 +408,24 @@ class Runner:
         fcntl.ioctl(job.pty_master, TIOCSWINSZ, _struct.pack("HHHH", rows, columns, 0, 0))
 
     # -- news of the supervisor --------------------------------------------------------------------------------------------------
-    def command(self, job: Exec, text: str) -> None:
-        if job.channel is not None:
-            try:
-                job.channel.send(text.encode("ascii"))
-            except OSError:
-                pass
+    def signal(self, job: Exec, number: int, *, tree: bool) -> None:
+        if job.post is not None:
+            job.post.command("T" if tree else "S", number)
 
     def _hear(self, job: Exec) -> None:
-        while job.channel is not None:
-            try:
-                packet = job.channel.recv(8192)
-            except BlockingIOError:
+        """What its supervisor says. Its end is judged when it is reaped."""
+        while job.post is not None and job.post.channel is not None:
+            packet = job.post.hear()
+            if packet is None:
                 return
-            except OSError:
-                packet = b""
-            if not packet:
-                # Its end is judged when it is reaped.
-                self._loop.forget(job.channel.fileno())
-                job.channel.close()
-                job.channel = None
-                return
-            self._news(job, protocol.loads(packet))
+            if packet:
+                self._news(job, job.post, launch.unpack(packet))
+            else:
+                self._dismiss(job.post)
 
-    def hear_rest(self, job: Exec) -> None:
-        """What a supervisor that is gone had still said."""
-        if job.channel is not None:
-            self._hear(job)
-
-    def _news(self, job: Exec, news: dict[str, Any]) -> None:
+    def _news(self, job: Exec, post: Post, news: dict[str, Any]) -> None:
+        if news["turn"] != post.turn:
+            return
         kind = news["event"]
         if kind == "started":
             job.main = news["pid"]
@@ -412,6 +439,8 @@ class Runner:
             job.state = "failed"
             self._release(job)
             self._tell_starters(job)
+            if news.get("idle"):
+                self._part(job, post)
         elif kind == "exited":
             job.take_status(news["status"])
             job.ended_ms = news["at"]
@@ -420,6 +449,8 @@ class Runner:
             job.killed_all = job.killed_all and news["killed_all"]
             job.background = news["background"]
             self.finish(job, "ended")
+            if news["idle"]:
+                self._part(job, post)
         elif kind == "killed":
             job.killed += news["killed"]
             job.killed_all = news["killed_all"]
@@ -430,6 +461,21 @@ class Runner:
             else:
                 job.force_at = None
                 self.tell_killers(job, False, news["killed"])
+
+    def _part(self, job: Exec, post: Post) -> None:
+        """Nothing is left of the exec, and its supervisor is free for another."""
+        self._no_longer_supervised(job)
+        if len(self.idle) < posts.MAX_IDLE:
+            self._keep(post)
+        else:
+            self._dismiss(post)
+        self.settle(job, done=True, count=0, lost=False, status=None)
+
+    def _no_longer_supervised(self, job: Exec) -> None:
+        if job.post is not None:
+            self.by_supervisor.pop(job.post.pid, None)
+            job.post = None
+        job.force_at = None
 
     def _tell_starters(self, job: Exec) -> None:
         waiters, job.start_waiters = job.start_waiters, []
@@ -492,13 +538,13 @@ class Runner:
         self.ending.discard(job)
         job.state = state
         self.close_input(job)
-        if job.background and job.supervisor:
+        self._changed(job)
+        if job.background and job.post is not None:
             for stream in job.streams.values():
                 if stream.open:
                     self._open_sink(job, stream)
         else:
             self._release(job)
-        self._changed(job)
 
     def _open_sink(self, job: Exec, stream: Stream) -> None:
         """Leftover processes may go on writing; what they write is read slowly and dropped, so that they neither block nor die."""
@@ -540,10 +586,10 @@ class Runner:
 
     def supervisor_ended(self, job: Exec) -> bool:
         """Its supervisor was reaped. True when it told everything before: nothing of the exec lives."""
-        self.hear_rest(job)
-        self.by_supervisor.pop(job.supervisor, None)
-        job.supervisor = 0
-        job.force_at = None
+        self._hear(job)
+        if job.post is not None:
+            self._dismiss(job.post)
+        self._no_longer_supervised(job)
         return job.finished or job.state == "ending"
 
     def settle(self, job: Exec, *, done: bool, count: int, lost: bool, status: int | None) -> None:
@@ -585,7 +631,8 @@ class Runner:
             if job.force_at is not None and now >= job.force_at:
                 # It does not answer (it may have been stopped): its processes come to us when it is gone.
                 job.force_at = None
-                processes.send_child(job.supervisor, processes.SIGKILL)
+                if job.post is not None:
+                    processes.send_child(job.post.pid, processes.SIGKILL)
             for fd, when in job.sinks.items():
                 if when and now >= when:
                     self._watch_sink(job, fd)
@@ -596,6 +643,7 @@ class Runner:
         """Have its supervisor end the whole tree; the answer comes to the kill waiters."""
         if not job.finished and job.ended_by is None:
             job.ended_by = why
-        self.command(job, f"K{int(grace * 1000)}")
+        if job.post is not None:
+            job.post.command("K", int(grace * 1000))
         force_at = time.monotonic() + grace + supervisor.KILL_PATIENCE_S + FORCE_MARGIN_S
         job.force_at = force_at if job.force_at is None else min(job.force_at, force_at)

@@ -35,8 +35,11 @@ class Loop:
             self._poll.unregister(fd)
             del self._handlers[fd]
 
-    def turn(self, timeout_ms: int | None) -> None:
-        for fd, events in self._poll.poll(timeout_ms):
+    def turn(self, timeout_ms: int | None) -> int:
+        """Wait, serve what is ready; how many that were."""
+        ready = self._poll.poll(timeout_ms)
+        for fd, events in ready:
             handler = self._handlers.get(fd)
             if handler is not None:
                 handler(events)
+        return len(ready)

@@ -99,6 +99,7 @@ class Guest:
         self.exited: dict[int, int] = {}
         self.orphans: dict[int, int] = {}
         self.stop = False
+        self.wants_standby = False
         self.operations: dict[str, tuple[Callable[[Connection, int, dict[str, Any]], Any], str]] = {
             # name -> (method, who may: "any" before identify, "read" without a fence, "fenced")
             "ping": (self._ping, "any"),
@@ -119,7 +120,12 @@ class Guest:
         self.capabilities = self._harden()
         filter_ = _load_filter(options.seccomp)
         confine = options.same_uid and self.capabilities["landlock"] >= 6 and not options.unsafe_no_landlock
-        defaults = Defaults(options.exec_uid, options.exec_gid, filter_, confine, options.unsafe_dumpable)
+        standing = (
+            bool(self.capabilities["change_uid"] and self.capabilities["subreaper"])
+            and not (options.same_uid or options.unsafe_dumpable)
+            and options.exec_uid != os.getuid()
+        )
+        defaults = Defaults(options.exec_uid, options.exec_gid, filter_, confine, options.unsafe_dumpable, standing)
         self.runner = Runner(self.loop, defaults, self._changed, self._input_moved)
 
     def _harden(self) -> dict[str, int]:
@@ -165,8 +171,12 @@ class Guest:
             self.loop.watch(listener.fileno(), loop.READ, lambda _: self._accept(listener))
         gc.freeze()
         while not self.stop:
-            self.loop.turn(self._timeout())
+            moved = self.loop.turn(0 if self.wants_standby else self._timeout())
             self._tick()
+            if self.wants_standby and not moved:
+                # Nobody waits for us: the time to prepare for the next exec.
+                self.wants_standby = False
+                self.runner.stand_by()
         for connection in self.connections:
             connection.flush()
         self._die()
@@ -237,11 +247,13 @@ class Guest:
                 return
             if pid in self.runner.by_supervisor:
                 self.exited[pid] = status
+            elif pid in self.runner.idle:
+                self.runner.idle_ended(pid)
             else:
                 self.orphans[pid] = status
 
     def _spare(self) -> set[int]:
-        return set(self.runner.by_supervisor) - set(self.exited)
+        return set(self.runner.by_supervisor) - set(self.exited) | set(self.runner.idle)
 
     def _settle(self) -> None:
         """Judge the supervisors that ended. One that ended before its exec did was killed: what it kept below it is now ours, and ends."""
@@ -269,10 +281,11 @@ class Guest:
         until = time.monotonic() + END_PATIENCE_S
         killed: set[tuple[int, int]] = set()
         if os.getpid() == 1:
-            count = len(processes.descendants(1))
+            count = len(processes.descendants(1, set(self.runner.idle)))
             done = processes.end_everything(until, self._reap)
+            self.wants_standby = True
         else:
-            done = processes.end_tree(os.getpid(), until, killed, self._reap)
+            done = processes.end_tree(os.getpid(), until, killed, self._reap, lambda: set(self.runner.idle))
             count = len(killed)
         self._reap()
         self._settle()
@@ -411,6 +424,7 @@ class Guest:
         self.sandbox = sandbox
         self.incarnation = fence[0]
         self.floor = max(self.floor, fence)
+        self.wants_standby = True
         entropy = request.get("entropy")
         if type(entropy) is str and entropy:
             try:
@@ -542,7 +556,7 @@ class Guest:
         job = self._job(request)
         signal = integer_of(request, "signal", 15, 1, 64)
         if not job.finished:
-            self.runner.command(job, f"{'T' if request.get('tree') is True else 'S'}{signal}")
+            self.runner.signal(job, signal, tree=request.get("tree") is True)
         return {}
 
     def _resize(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
@@ -555,7 +569,7 @@ class Guest:
     def _kill(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         job = self._job(request)
         grace = seconds_of(request, "grace_s", job.grace) or 0.0
-        if not job.supervisor:
+        if job.post is None:
             return {"killed_all": job.killed_all, "killed": 0}
         return self._end_some(connection, number, [job], grace, "kill")
 
@@ -563,7 +577,7 @@ class Guest:
         return self._end_all_because("kill")
 
     def _usage(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
-        living = processes.descendants(os.getpid())
+        living = processes.descendants(os.getpid(), set(self.runner.idle))
         pages = 0
         for process in living:
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from corral.guest import kernel, supervisor
+from corral.guest import kernel, launch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,18 +22,27 @@ class Defaults:
     """What the command line of the guest fixes for every exec."""
 
     def __init__(
-        self, uid: int, gid: int, filter_: kernel.Filter | None, confine_signals: bool, dumpable: bool
+        self,
+        uid: int,
+        gid: int,
+        filter_: kernel.Filter | None,
+        confine_signals: bool,
+        dumpable: bool,
+        standing: bool,
     ) -> None:
         self.uid = uid
         self.gid = gid
         self.filter = filter_
         self.confine_signals = confine_signals
         self.dumpable = dumpable
+        self.oom_score_adj = 500
+        self.standing = standing
+        """Whether supervisors may stand by: execs have another uid and cannot reach them."""
 
 
-def plan_of(spec: dict[str, Any], defaults: Defaults) -> supervisor.Plan:
+def plan_of(spec: dict[str, Any], defaults: Defaults) -> launch.Plan:
     """Check a request's spec; `bad_request` names the first field that will not do."""
-    plan = supervisor.Plan()
+    plan = launch.Plan()
     argv = spec.get("argv")
     if type(argv) is not list or not argv:
         raise Refusal("bad_request", "argv must be a list of at least one string", "argv")
@@ -52,11 +61,11 @@ def plan_of(spec: dict[str, Any], defaults: Defaults) -> supervisor.Plan:
     plan.gid = integer_of(spec, "gid", defaults.gid, 0, 2**31)
     plan.umask = integer_of(spec, "umask", 0o022, 0, 0o777)
     plan.nice = integer_of(spec, "nice", 5, 0, 19)
-    plan.oom_score_adj = integer_of(spec, "oom_score_adj", 500, -1000, 1000)
+    plan.oom_score_adj = integer_of(spec, "oom_score_adj", defaults.oom_score_adj, -1000, 1000)
     plan.background_kill = choice_of(spec, "background", ("keep", "kill")) == "kill"
     limits = spec.get("rlimits") or {}
-    if type(limits) is not dict or not supervisor.LIMIT_NAMES.issuperset(limits):
-        raise Refusal("bad_request", "rlimits knows " + " ".join(sorted(supervisor.LIMIT_NAMES)), "rlimits")
+    if type(limits) is not dict or not launch.LIMIT_NAMES.issuperset(limits):
+        raise Refusal("bad_request", "rlimits knows " + " ".join(sorted(launch.LIMIT_NAMES)), "rlimits")
     plan.limits = {"core": 0} | {name: integer_of(limits, name, 0, 0, 2**62) for name in limits}
     seccomp = spec.get("seccomp", True)
     if type(seccomp) is not bool:

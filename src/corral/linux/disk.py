@@ -1,7 +1,8 @@
 """The writable disk of one instance: a file-system image with hard byte and inode limits, or (without root) plain directories.
 
-Everything lies in the instance's directory under fixed names, so `discard` finds it whatever state a crash left behind:
-`disk.img` (sparse image), `disk` (where it is mounted) with `workspace`, `home`, `var_tmp` for the sandbox's user. `disk/guest.log`
+Everything lies under fixed names, so `discard` finds it whatever state a crash left behind: `disk.img` (sparse image) in the
+instance's directory, `disk` (where it is mounted) in its place, which may be a mount of its own: a loop device tells the path of its
+file as long as the mount that the file was opened through is there, so that is not the place's. In `disk` are `workspace`, `home`, `var_tmp` for the sandbox's user. `disk/guest.log`
 is for the guest's own output: it counts against the disk, is not reachable from inside, and cannot fill the host.
 """
 
@@ -40,6 +41,7 @@ _SHUTDOWN_NOLOGFLUSH = 2
 
 def prepare(
     directory: str,
+    place: str,
     size_bytes: int,
     inodes: int,
     uid: int,
@@ -54,9 +56,9 @@ def prepare(
     as the host ids that the namespace has for them, so the image itself does not depend on the range; the answer names the ids as
     seen at the mount. `blanks` is a directory that keeps new images, one per size, so that only the first is computed.
     """
-    if os.path.lexists(f"{directory}/disk.img") and (left := discard(directory)):
+    if os.path.lexists(f"{directory}/disk.img") and (left := discard(directory, place)):
         raise CorralError("infra_error", f"an older disk is still in use: {', '.join(left)}")
-    image, point = f"{directory}/disk.img", f"{directory}/disk"
+    image, point = f"{directory}/disk.img", f"{place}/disk"
     os.makedirs(point, exist_ok=True)
     os.chmod(point, _SEARCHABLE)
     _make_image(image, size_bytes, inodes, blanks)
@@ -79,9 +81,9 @@ def prepare(
     return HostTree(point, seen.st_uid, seen.st_gid, "image")
 
 
-def prepare_directory(directory: str, uid: int, gid: int) -> HostTree:
+def prepare_directory(place: str, uid: int, gid: int) -> HostTree:
     """The same layout as plain directories, without any limit of its own (who cannot mount watches instead)."""
-    point = f"{directory}/disk"
+    point = f"{place}/disk"
     os.makedirs(point, exist_ok=True)
     os.chmod(point, _SEARCHABLE)
     for name, mode in DIRECTORIES.items():
@@ -94,19 +96,19 @@ def prepare_directory(directory: str, uid: int, gid: int) -> HostTree:
     return HostTree(point, uid, gid, "directory")
 
 
-def free(directory: str) -> tuple[int, int]:
+def free(place: str) -> tuple[int, int]:
     """(bytes, inodes) that can still be used."""
-    numbers = os.statvfs(f"{directory}/disk")
+    numbers = os.statvfs(f"{place}/disk")
     return numbers.f_bavail * numbers.f_frsize, numbers.f_favail
 
 
-def discard(directory: str, *, timeout_s: float = 5.0) -> list[str]:
+def discard(directory: str, place: str, *, timeout_s: float = 5.0) -> list[str]:
     """Remove the disk with all it holds; -> what could not be removed. Call it when every process of the instance is dead.
 
     Who still uses the mount is waited for. Copies of it that other mount namespaces keep go too. The loop device is the witness: one
     that somebody uses through such a copy is named here; its content is gone all the same, and it frees itself with the last user.
     """
-    image, point = f"{directory}/disk.img", f"{directory}/disk"
+    image, point = f"{directory}/disk.img", f"{place}/disk"
     end = time.monotonic() + timeout_s
     pause = 0.001
     while points := mounts.mounts_below(point):

@@ -1,6 +1,6 @@
 """What the adapters of namespaces share: an instance's place on the host, the launcher that starts it, its records.
 
-* The *place*, `DIRECTORY/m`, carries `disk.img`, `disk`, `root` (the base) and `corral` (the interpreter). For root it is a mount of
+* The *place*, `DIRECTORY/m`, carries `disk`, `root` (the base) and `corral` (the interpreter). For root it is a mount of
   itself, made private and then shared: nobody else sees what is mounted in it, and copies that later mount namespaces take along
   as slaves go when the originals go.
 * The *view*: ids of a sandbox cannot pass through a state directory that is closed to others. So a launcher of root has a mount
@@ -90,7 +90,7 @@ def show(source: str, place: str, name: str, namespace: int | None) -> None:
 def clear_place(directory: str) -> list[str]:
     """Remove the place with the disk in it, whatever state it is in; -> what is left. No process of the instance may be alive."""
     place = place_of(directory)
-    left = [f"disk {name}" for name in disk.discard(place)]
+    left = [f"disk {name}" for name in disk.discard(directory, place)]
     if not mounts.mounts_below(f"{place}/disk"):
         # What remains is bound from elsewhere. One call takes the place and all in it; every further one would wait for the kernel.
         for point in mounts.mounts_below(place):

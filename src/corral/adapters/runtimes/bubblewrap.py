@@ -187,7 +187,9 @@ class BubblewrapRuntime:
         group = os.getegid() if base is None else owner
         if way.image:
             limits = spec.limits
-            return disk.prepare(place, limits.disk_bytes, limits.inodes, owner, group, blanks=self._tools)
+            return disk.prepare(
+                spec.directory, place, limits.disk_bytes, limits.inodes, owner, group, blanks=self._tools
+            )
         return disk.prepare_directory(place, owner, group)
 
     def _launcher(
@@ -496,11 +498,11 @@ class BubblewrapRuntime:
         """Whether a disk can be an image with hard limits: one is made, mounted and removed."""
         place = tempfile.mkdtemp(prefix="bubblewrap-", dir=self._tools)
         try:
-            disk.prepare(place, 2 * MIB, 32, 0, 0)
+            disk.prepare(place, place, 2 * MIB, 32, 0, 0)
         except (OSError, CorralError, subprocess.SubprocessError):
             return False
         finally:
-            disk.discard(place)
+            disk.discard(place, place)
             shutil.rmtree(place, ignore_errors=True)
         return True
 

@@ -167,8 +167,10 @@ class CrunRuntime:
         inside = oci.SANDBOX_UID
         size, inodes = spec.limits.disk_bytes, spec.limits.inodes
         if namespace is not None:
-            return disk.prepare(place, size, inodes, inside, inside, idmap=namespace.result, blanks=self._tools)
-        return disk.prepare(place, size, inodes, inside, inside, blanks=self._tools)
+            return disk.prepare(
+                spec.directory, place, size, inodes, inside, inside, idmap=namespace.result, blanks=self._tools
+            )
+        return disk.prepare(spec.directory, place, size, inodes, inside, inside, blanks=self._tools)
 
     def _write_configuration(self, spec: InstanceSpec, base: int | None) -> None:
         seccomp, annotations = None, {}
