@@ -90,15 +90,23 @@ def user_python() -> str:
 
 
 def on_the_host(code: str, *arguments: str, **options: Any) -> dict[str, Any]:
-    """Run a probe as a plain child of ours: what it can do without a sandbox."""
+    """Run a probe as a plain child of ours: what it can do without a sandbox.
+
+    As root it has mounts, names and IPC of its own: a probe that can do too much must not do it to the host.
+    """
+    apart = ["unshare", "--mount", "--uts", "--ipc", "--propagation", "private", "--"]
+    as_root = os.geteuid() == 0 and "user" not in options
     done = subprocess.run(
-        [user_python() if "user" in options else sys.executable, "-I", "-c", code, *arguments],
+        [
+            *(apart if as_root else []),
+            *(user_python() if "user" in options else sys.executable, "-I", "-c", code, *arguments),
+        ],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=60,
         cwd="/",
-        env={"PATH": os.defpath},
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
         **{"start_new_session": True, **options},
     )
     assert done.returncode == 0, done.stderr[-3000:]
