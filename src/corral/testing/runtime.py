@@ -327,6 +327,7 @@ async def probe_is_truthful(bench: Bench) -> None:
     began = time.monotonic()
     info = await bench.info()
     assert time.monotonic() - began < 20
+    assert not _tried(bench.config), "the probe left something"
     assert info.name == bench.runtime.name and info.version and info.reason is None and 0 <= info.security_level <= 3
     async with bench.box() as box:
         assert box.instance.same_uid != info.capabilities.get("two_uids", False)
@@ -857,6 +858,19 @@ async def control_with_one_uid_the_supervisor_dies(bench: Bench) -> None:
 
 
 # -- small parts and the other process -------------------------------------------------------------------------------------------
+
+
+def _tried(config: Config) -> list[str]:
+    """Processes and mounts of trial instances."""
+    found = []
+    mark, place = f"\0{config.installation_id}\0".encode(), f"{config.state_dir}/tmp/"  # noqa: S108
+    for entry in (Path("/proc/self"), *Path("/proc").glob("[0-9]*")):
+        with contextlib.suppress(OSError):
+            if place in (entry / "mountinfo").read_text(errors="surrogateescape"):
+                found.append(f"mounts of {entry}")
+            if mark in (entry / "cmdline").read_bytes():
+                found.append(str(entry))
+    return found
 
 
 def _host_uid(pid: int) -> int:

@@ -29,7 +29,7 @@ def place(tmp_path: Path) -> Iterator[str]:
     try:
         yield str(directory)
     finally:
-        assert disk.discard(str(directory)) == []
+        assert disk.discard(str(directory), str(directory)) == []
         assert disk.stray_loops(str(directory)) == {}
 
 
@@ -61,7 +61,7 @@ def holder(*command: str) -> Iterator[int]:
 class TestImage:
     @pytest.mark.parametrize(("size", "inodes"), [(MIB, 50), (16 * MIB, 65536), (200 * MIB, 3000)])
     def test_bytes_and_inodes_end_at_the_limit(self, place: str, size: int, inodes: int) -> None:
-        tree = disk.prepare(place, size, inodes, 1000, 1000)
+        tree = disk.prepare(place, place, size, inodes, 1000, 1000)
         assert tree.mode == "image"
         free, files = disk.free(place)
         assert 0.9 * size - 65536 <= free <= size
@@ -80,11 +80,11 @@ class TestImage:
         assert disk.free(place)[0] < MIB
 
     def test_an_unused_disk_costs_the_host_almost_nothing(self, place: str) -> None:
-        disk.prepare(place, 1024 * MIB, 65536, 1000, 1000)
+        disk.prepare(place, place, 1024 * MIB, 65536, 1000, 1000)
         assert os.stat(f"{place}/disk.img").st_blocks * 512 < 2 * MIB
 
     def test_directories_belong_to_the_sandbox_and_the_rest_does_not(self, place: str) -> None:
-        tree = disk.prepare(place, 4 * MIB, 100, 4321, 4322)
+        tree = disk.prepare(place, place, 4 * MIB, 100, 4321, 4322)
         for name, mode in (("workspace", 0o755), ("home", 0o755), ("var_tmp", 0o1777)):
             found = os.stat(f"{tree.path}/{name}")
             assert (found.st_uid, found.st_gid, found.st_mode & 0o7777) == (4321, 4322, mode)
@@ -96,7 +96,7 @@ class TestImage:
     def test_with_an_id_map_the_image_does_not_depend_on_the_range(self, place: str) -> None:
         namespace = userns.create(BASE)
         try:
-            tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000, idmap=lambda: namespace)
+            tree = disk.prepare(place, place, 4 * MIB, 100, 1000, 1000, idmap=lambda: namespace)
         finally:
             os.close(namespace)
         assert (tree.uid, tree.gid) == (BASE + 1000, BASE + 1000)
@@ -117,19 +117,19 @@ class TestImage:
             os.close(loop)
 
     def test_prepare_over_an_older_disk_starts_empty(self, place: str) -> None:
-        tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000)
+        tree = disk.prepare(place, place, 4 * MIB, 100, 1000, 1000)
         Path(f"{tree.path}/workspace/old").touch()
-        tree = disk.prepare(place, 8 * MIB, 100, 1000, 1000)
+        tree = disk.prepare(place, place, 8 * MIB, 100, 1000, 1000)
         assert os.listdir(f"{tree.path}/workspace") == []
         assert len(mounts.mounts_below(place)) == 1
 
     def test_discard_removes_a_full_disk_and_says_nothing_is_left(self, place: str) -> None:
-        tree = disk.prepare(place, 64 * MIB, 100, 1000, 1000)
+        tree = disk.prepare(place, place, 64 * MIB, 100, 1000, 1000)
         fill(f"{tree.path}/workspace/big")
-        assert disk.discard(place) == []
+        assert disk.discard(place, place) == []
         assert os.listdir(place) == []
         assert disk.stray_loops(place) == {}
-        assert disk.discard(place) == []
+        assert disk.discard(place, place) == []
 
     @pytest.mark.parametrize("point", ["image", "loop", "disk"])
     def test_discard_works_wherever_prepare_stopped(self, place: str, point: str) -> None:
@@ -139,82 +139,82 @@ class TestImage:
         faults.arm(f"runtime.create.{point}", stop)
         try:
             with pytest.raises(InterruptedError):
-                disk.prepare(place, 4 * MIB, 100, 1000, 1000)
+                disk.prepare(place, place, 4 * MIB, 100, 1000, 1000)
         finally:
             faults.arm(f"runtime.create.{point}", None)
         assert os.listdir(place) != []
-        assert disk.discard(place) == []
+        assert disk.discard(place, place) == []
         assert os.listdir(place) == []
 
     def test_a_disk_in_use_is_named_kept_and_removable_later(self, place: str) -> None:
-        tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000)
+        tree = disk.prepare(place, place, 4 * MIB, 100, 1000, 1000)
         with open(f"{tree.path}/workspace/f", "w"):
-            left = disk.discard(place, timeout_s=0.1)
+            left = disk.discard(place, place, timeout_s=0.1)
             assert left == [f"{place}/disk"]
             assert os.path.exists(f"{place}/disk.img")
-        assert disk.discard(place) == []
+        assert disk.discard(place, place) == []
 
     def test_what_somebody_keeps_loses_its_content_and_is_named_until_he_lets_go(self, place: str) -> None:
-        tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000)
+        tree = disk.prepare(place, place, 4 * MIB, 100, 1000, 1000)
         with open(f"{tree.path}/workspace/f", "w"):
             mounts.umount(tree.path, detach=True)
             began = time.monotonic()
-            left = disk.discard(place)
+            left = disk.discard(place, place)
             assert time.monotonic() - began < 2
             assert len(left) == 1 and left[0].startswith("/dev/loop")
             assert os.listdir(place) == []
             assert disk.stray_loops(place) == {left[0].split()[0]: f"{place}/disk.img"}
-            assert disk.discard(place) == left
-        assert disk.discard(place) == []
+            assert disk.discard(place, place) == left
+        assert disk.discard(place, place) == []
         assert disk.stray_loops(place) == {}
 
     @pytest.mark.parametrize("command", [("--mount",), ("--user", "--map-root-user", "--mount")], ids=["root", "user"])
     def test_copies_in_private_mount_namespaces_go_too(self, place: str, command: tuple[str, ...]) -> None:
-        tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000)
+        tree = disk.prepare(place, place, 4 * MIB, 100, 1000, 1000)
         with holder("unshare", *command) as other:
             before = Path(f"/proc/{other}/mountinfo").read_text().splitlines()
             assert any(tree.path in line for line in before)
-            assert disk.discard(place) == []
+            assert disk.discard(place, place) == []
             assert disk.stray_loops(place) == {}
             after = Path(f"/proc/{other}/mountinfo").read_text().splitlines()
             assert after == [line for line in before if tree.path not in line]
 
     def test_a_copy_in_use_in_a_private_mount_namespace_is_named_until_its_user_ends(self, place: str) -> None:
-        tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000)
+        tree = disk.prepare(place, place, 4 * MIB, 100, 1000, 1000)
         with holder("unshare", "--mount", f"--wd={tree.path}/workspace"):
-            left = disk.discard(place)
+            left = disk.discard(place, place)
             assert len(left) == 1 and left[0].startswith("/dev/loop")
-        assert disk.discard(place) == []
+        assert disk.discard(place, place) == []
 
     def test_the_second_disk_of_a_size_is_not_computed(self, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         blanks = f"{place}/blanks"
-        disk.prepare(place, 4 * MIB, 100, 1000, 1000, blanks=blanks)
+        disk.prepare(place, place, 4 * MIB, 100, 1000, 1000, blanks=blanks)
         first = disk.free(place)
         Path(f"{place}/disk/workspace/old").touch()
-        assert disk.discard(place) == []
+        assert disk.discard(place, place) == []
         assert len(os.listdir(blanks)) == 1
         monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-        tree = disk.prepare(place, 4 * MIB, 100, 1000, 1000, blanks=blanks)
+        tree = disk.prepare(place, place, 4 * MIB, 100, 1000, 1000, blanks=blanks)
         assert disk.free(place) == first
         assert os.listdir(f"{tree.path}/workspace") == []
         with pytest.raises(CorralError):
-            disk.prepare(place, 4 * MIB, 101, 1000, 1000, blanks=blanks)
+            disk.prepare(place, place, 4 * MIB, 101, 1000, 1000, blanks=blanks)
 
     def test_blanks_are_few_and_an_unusable_one_is_not_used(self, place: str) -> None:
         blanks = Path(place) / "blanks"
         for inodes in range(100, 100 + disk._BLANKS + 3):
-            disk.prepare(place, MIB, inodes, 1000, 1000, blanks=str(blanks))
-            assert disk.discard(place) == []
+            disk.prepare(place, place, MIB, inodes, 1000, 1000, blanks=str(blanks))
+            assert disk.discard(place, place) == []
         assert len(os.listdir(blanks)) == disk._BLANKS
         for blank in blanks.iterdir():
             os.truncate(blank, 5)
-        disk.prepare(place, MIB, 120, 1000, 1000, blanks=str(blanks))
+        disk.prepare(place, place, MIB, 120, 1000, 1000, blanks=str(blanks))
         assert disk.free(place)[0] <= MIB
 
     def test_without_mkfs_the_error_names_the_package(self, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
         with pytest.raises(CorralError) as caught:
-            disk.prepare(place, 4 * MIB, 100, 1000, 1000)
+            disk.prepare(place, place, 4 * MIB, 100, 1000, 1000)
         assert caught.value.hint and "e2fsprogs" in caught.value.hint
 
 
@@ -225,7 +225,7 @@ def test_plain_directories_have_the_same_layout(place: str) -> None:
     Path(f"{tree.path}/workspace/f").touch()
     assert disk.prepare_directory(place, os.geteuid(), os.getegid()) == tree
     assert os.path.exists(f"{tree.path}/workspace/f")
-    assert disk.discard(place) == []
+    assert disk.discard(place, place) == []
     assert os.listdir(place) == []
 
 

@@ -34,7 +34,8 @@ def spec(state_dir: str, installation_id: str) -> Iterator[InstanceSpec]:
         os.mkdir(directory, 0o711)
         _tree(rootfs)
         name = f"probe-{os.path.basename(place)}"
-        yield InstanceSpec(name, "probe", 1, installation_id, directory, rootfs, rootfs, ("/pause",), LIMITS)
+        command = ("/pause", "--instance", name, "--installation", installation_id)
+        yield InstanceSpec(name, "probe", 1, installation_id, directory, rootfs, rootfs, command, LIMITS)
     finally:
         if not mounts.mounts_below(place):
             shutil.rmtree(place, ignore_errors=True)

@@ -382,7 +382,8 @@ class BubblewrapRuntime:
             return None
         inside = nsproc.depth(init.pid) > nsproc.depth(os.getpid())
         names = os.fsencode(ref.instance_id) in _command_line(init.pid)
-        return init if inside and names else None
+        place = _instance.place_of(f"/{os.path.basename(ref.directory)}")
+        return init if inside and (names or os.fsencode(f"{place}/disk/workspace ") in _mount_table(init.pid)) else None
 
     def _destroy(self, ref: InstanceRef) -> Evidence:
         notes: list[str] = []
@@ -489,10 +490,12 @@ class BubblewrapRuntime:
             try:
                 began = time.monotonic()
                 with socket.socket(socket.AF_UNIX) as control:
-                    self._make(spec, control, way, _PROBE_S)
+                    ref = self._make(spec, control, way, _PROBE_S).ref
                 return (time.monotonic() - began) * 1000
             finally:
-                self._destroy(ref)
+                evidence = self._destroy(ref)
+                if not evidence.clean:
+                    raise OSError(f"a trial instance could not be removed: {', '.join(evidence.left)}")
 
     def _try_image(self) -> bool:
         """Whether a disk can be an image with hard limits: one is made, mounted and removed."""
@@ -574,6 +577,14 @@ def _child_pid(status_path: str) -> int | None:
     except (OSError, ValueError):  # not there yet, or half written
         pass
     return None
+
+
+def _mount_table(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/mountinfo", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def _command_line(pid: int) -> bytes:
