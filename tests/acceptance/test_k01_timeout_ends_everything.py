@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from .conftest import Box, eventually, marked
+from .conftest import Box, eventually, marked, owner_of
 
 WRITERS = r"""
 import os, signal, subprocess, sys, time
@@ -90,10 +90,21 @@ def test_a_signal_to_the_command_line_cancels_and_leaves_nothing(
     assert [pid for pid in marked(marker) if pid != process.pid] == []
 
 
-def test_a_client_that_is_killed_leaves_nothing_behind(box: Box, marker: str) -> None:
-    process = box.popen("run", "--runtime", box.runtime, "--timeout", "50", "-c", WRITERS, marker)
+def test_a_killed_client_is_missed_by_the_owner_of_the_state_directory(box: Box, marker: str) -> None:
+    holder = box.popen("run", "--runtime", box.runtime, "--timeout", "300", "--", "sleep", "290")
+    eventually(lambda: owner_of(box.state) is not None, 60, "somebody owns the state directory")
+    process = box.popen("run", "--runtime", box.runtime, "--timeout", "200", "-c", WRITERS, marker)
     eventually(lambda: len(marked(marker)) >= 4, 60, "all four processes are there")
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    box("gc")
-    eventually(lambda: box("gc") and not marked(marker), 60, "the killed client's processes are gone")
+    eventually(lambda: not marked(marker), 30, "the killed client's processes are gone")
+    holder.terminate()
+    assert holder.wait(60) == 143
+
+
+def test_a_killed_client_that_was_the_owner_leaves_nothing_after_gc(box: Box, marker: str) -> None:
+    process = box.popen("run", "--runtime", box.runtime, "--timeout", "200", "-c", WRITERS, marker)
+    eventually(lambda: len(marked(marker)) >= 4, 60, "all four processes are there")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    eventually(lambda: box("gc") and not marked(marker), 40, "the killed client's processes are gone")
