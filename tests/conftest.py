@@ -1,18 +1,42 @@
-"""For every test: what needs root is collected only for root, with a reason that is true only for an ordinary user."""
+"""For every test: what needs root is collected only for root, one directory is shared by all workers of a run."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+# The machine may be busy with other tests: how long an example takes says nothing.
+settings.register_profile("corral", deadline=None)
+settings.load_profile("corral")
+
+_SHARED = "CORRAL_TEST_SHARED"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "root: shows something that only root can set up")
+    if not hasattr(config, "workerinput"):
+        made = tempfile.mkdtemp(prefix="corral-test-")
+        os.chmod(made, 0o755)
+        os.environ[_SHARED] = made  # workers are children of this process
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(_SHARED), ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """A directory that all workers of this test run share, open to every user, removed at the end."""
+    return Path(os.environ[_SHARED])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

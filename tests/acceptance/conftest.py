@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from furnished import furnish, once
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ORDINARY_UID = 54321
@@ -114,27 +114,6 @@ def marker() -> str:
     return "mark" + uuid.uuid4().hex
 
 
-def _once(directory: Path, make: Callable[[], None]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (directory / ".made").exists():
-            make()
-            (directory / ".made").touch()
-
-
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that all workers of this test run share, reachable by every user."""
-    root = (
-        Path(tempfile.gettempdir())
-        / f"corral-test-{tmp_path_factory.getbasetemp().parent.name}-{os.getppid() if 'PYTEST_XDIST_WORKER' in os.environ else os.getpid()}"
-    )
-    root.mkdir(exist_ok=True)
-    root.chmod(0o755)
-    return root
-
-
 def _environment(state: Path, **more: str) -> dict[str, str]:
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
@@ -144,7 +123,9 @@ def _environment(state: Path, **more: str) -> dict[str, str]:
     }
 
 
-def _root_box(state: Path, runtime: str) -> Box:
+def root_box(state: Path, shared: Path, runtime: str) -> Box:
+    """A state directory of this user with its template."""
+    furnish(state, shared)
     env = _environment(state, HOME=os.environ.get("HOME", "/root"))
     return Box(f"{runtime}-root", runtime, state, [], [str(REPOSITORY / "corral")], env)
 
@@ -167,20 +148,20 @@ def user_checkout(shared: Path) -> tuple[Path, list[str]]:
         home.chmod(0o700)
         os.chown(home, ORDINARY_UID, ORDINARY_UID)
 
-    _once(place, make)
+    once(place, make)
     prefix = ["setpriv", "--reuid", str(ORDINARY_UID), "--regid", str(ORDINARY_UID), "--clear-groups"]
     return place / "checkout", prefix
 
 
-def _user_box(state: Path, shared: Path) -> Box:
+def user_box(state: Path, shared: Path) -> Box:
+    """A state directory of an ordinary user with its template, below a checkout that this user may read."""
     if os.geteuid() != 0:
-        box = _root_box(state, "bubblewrap")
+        box = root_box(state, shared, "bubblewrap")
         box.name = "bubblewrap-user"
         return box
     checkout, prefix = user_checkout(shared)
     home = shared / "user" / "home"
-    state.mkdir(parents=True, exist_ok=True)
-    os.chown(state, ORDINARY_UID, ORDINARY_UID)
+    furnish(state, shared, ORDINARY_UID)
     keep = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "UV_", "SSL_"))}
     env = _environment(state, HOME=str(home), XDG_CACHE_HOME=str(home / ".cache"), **keep)
     box = Box("bubblewrap-user", "bubblewrap", state, prefix, [str(checkout / "corral")], env)
@@ -188,7 +169,7 @@ def _user_box(state: Path, shared: Path) -> Box:
     def set_up() -> None:
         subprocess.run(box.command("--version"), env=env, cwd="/", check=True, capture_output=True, timeout=600)
 
-    _once(shared / "user-venv", set_up)
+    once(shared / "user-venv", set_up)
     return box
 
 
@@ -201,7 +182,7 @@ def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
     mode = request.param
     worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
     state = shared / f"s-{mode}-{worker}"
-    box = _user_box(state, shared) if mode == "bubblewrap-user" else _root_box(state, mode.partition("-")[0])
+    box = user_box(state, shared) if mode == "bubblewrap-user" else root_box(state, shared, mode.partition("-")[0])
     made = box("run", "--runtime", box.runtime, "-c", "print(1)", timeout=600)
     assert (made.returncode, made.stdout) == (0, b"1\n"), made.stderr
     yield box

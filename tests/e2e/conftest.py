@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from acceptance import conftest as harness
-from acceptance.conftest import Box, marker, shared, user_checkout
+from acceptance.conftest import Box, marker, user_checkout
 
-__all__ = ["Box", "marker", "shared", "user_checkout"]
+__all__ = ["Box", "marker", "user_checkout"]
 
 
 def _made(mode: str, shared: Path, name: str = "e") -> Iterator[Box]:
     state = shared / f"{name}-{mode}-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
     if mode == "bubblewrap-user":
-        box = harness._user_box(state, shared)
+        box = harness.user_box(state, shared)
     else:
-        box = harness._root_box(state, mode.partition("-")[0])
+        box = harness.root_box(state, shared, mode.partition("-")[0])
     made = box("run", "--runtime", box.runtime, "-c", "print(1)", timeout=600)
     assert (made.returncode, made.stdout) == (0, b"1\n"), made.stderr
     yield box
