@@ -202,10 +202,19 @@ class Body:
             return frozenset()
         return frozenset((pid, began) for pid in pids if (began := process.start_time(pid)) is not None)
 
-    async def survivors(self, since_ticks: int, older: frozenset[tuple[int, int]] = frozenset()) -> list[int]:
-        """Host pids that began at or after `since_ticks`, are none of `older` and still run: the witness of a kill."""
+    async def survivors(
+        self, since_ticks: int, older: frozenset[tuple[int, int]] = frozenset(), uid: int | None = None
+    ) -> list[int]:
+        """Host pids that began at or after `since_ticks`, are none of `older` and still run: the witness of a kill.
+
+        With `uid` only processes of that user of the host: where execs have their own, the guest may have its helpers.
+        """
         members = await self.members()
-        return [pid for pid, began in members - older if began >= since_ticks and _runs(pid, began)]
+        return [pid for pid, began in members - older if began >= since_ticks and _runs(pid, began, uid)]
+
+    def uid_of_execs(self, uid: int | None) -> int | None:
+        """Whom on the host an exec's processes belong to for sure, given its uid inside; None when they share it with the guest."""
+        return self.tree.uid if not self.instance.same_uid and uid == self.instance.exec_uid else None
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run something of this body beside; it is cancelled when we let go."""
@@ -236,10 +245,17 @@ class Body:
             await self._client.close()
 
 
-def _runs(pid: int, began: int) -> bool:
+def _runs(pid: int, began: int, uid: int | None) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        return fields[0] not in (b"Z", b"X") and int(fields[19]) == began
+        if fields[0] in (b"Z", b"X") or int(fields[19]) != began:
+            return False
+        if uid is None:
+            return True
+        # Not the owner of the directory: that is root for what may not be dumped.
+        with open(f"/proc/{pid}/status", "rb") as file:
+            owners = next((line.split()[1:] for line in file if line.startswith(b"Uid:")), [])
+        return any(int(owner) == uid for owner in owners)
     except (OSError, IndexError, ValueError):
         return False

@@ -48,6 +48,7 @@ class Exec:
         background: str,
         since_ticks: int | None = None,
         ended_by: str | None = None,
+        uid: int | None = None,
     ) -> None:
         self.body = body
         self.exec_id = exec_id
@@ -66,6 +67,7 @@ class Exec:
         self.accountable = True
         """Whether every process that began since this exec and is not in `older` must be its own."""
         self.older: frozenset[tuple[int, int]] = frozenset()
+        self._uid = uid
         self._grace_s = grace_s
         self._background = background
         self._started: bool | None = None
@@ -227,7 +229,8 @@ class Exec:
         """The host's view after the guest confirmed. With several at work inside the host cannot tell whose a process is."""
         until = time.monotonic() + WITNESS_S
         pause = 0.001  # the supervisor is on its way out
-        while self._alone() and await self.body.survivors(self.since_ticks, self.older):
+        owner = self.body.uid_of_execs(self._uid)
+        while self._alone() and await self.body.survivors(self.since_ticks, self.older, owner):
             if time.monotonic() > until:
                 return False
             await asyncio.sleep(pause)

@@ -375,6 +375,7 @@ class LocalNode:
             "background": spec.background,
             "fence": str(fence),
             "since_ticks": exec_life.now_ticks(),
+            "uid": ids[0],
         }
         self._spool_path(spec.exec_id)  # refuses what is no id
         if not self._journal.put_exec(ExecEntry(spec.exec_id, instance_id, "starting", data)):
@@ -449,6 +450,7 @@ class LocalNode:
             background=data["background"],
             since_ticks=since_ticks if since_ticks is not None else data["since_ticks"],
             ended_by=ended_by,
+            uid=data.get("uid"),
         )
         self._execs[exec_id] = job
         job.done.add_done_callback(lambda _: self._execs.pop(exec_id, None))

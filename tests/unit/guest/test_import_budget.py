@@ -12,7 +12,7 @@ BOOT = Path(corral.__file__).parent / "guest" / "boot.py"
 
 ALLOWED = {
     # extension and built-in modules
-    "_ctypes", "_json", "_signal", "_socket", "_struct", "errno", "fcntl", "gc", "posix", "resource", "select", "time",
+    "_ctypes", "_json", "_posixsubprocess", "_signal", "_socket", "_struct", "errno", "fcntl", "gc", "posix", "resource", "select", "time",
     # what the interpreter itself needs to start, frozen into it
     "_abc", "_codecs", "_collections_abc", "_frozen_importlib", "_frozen_importlib_external", "_imp", "_io", "_stat",
     "_thread", "_warnings", "_weakref", "abc", "builtins", "codecs", "encodings", "encodings.aliases", "encodings.utf_8",
@@ -20,8 +20,9 @@ ALLOWED = {
     "_distutils_hack", "__main__", "atexit", "faulthandler", "itertools", "_operator",
     "__future__",
     # the guest
-    "corral", "corral.guest", "corral.guest.connections", "corral.guest.execs", "corral.guest.kernel", "corral.guest.loop",
-    "corral.guest.main", "corral.guest.processes", "corral.guest.protocol", "corral.guest.requests",
+    "corral", "corral.guest", "corral.guest.connections", "corral.guest.execs", "corral.guest.kernel", "corral.guest.launch",
+    "corral.guest.loop",
+    "corral.guest.main", "corral.guest.posts", "corral.guest.processes", "corral.guest.protocol", "corral.guest.requests",
     "corral.guest.streams", "corral.guest.supervisor",
 }  # fmt: skip
 
