@@ -74,6 +74,10 @@ _CREDENTIAL = re.compile(
     rb"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36}\b|\bxox[abpr]-[0-9A-Za-z-]{20,}"
     rb"|\bsk-(?:ant-|proj-)?[A-Za-z0-9_-]{40,}\b|\bglpat-[0-9A-Za-z_-]{20}\b"
 )
+_CREDENTIAL_WORDS = (
+    *(b"PRIVATE KEY-----", b"AKIA", b"ASIA", b"ghp_", b"gho_", b"ghu_", b"ghs_", b"ghr_", b"xox", b"sk-", b"glpat-"),
+)
+"""One of these is in whatever `_CREDENTIAL` matches."""
 
 
 @dataclass(frozen=True)
@@ -352,7 +356,7 @@ def _freeze(recipe: dict[str, Any], root: Path, progress: Progress) -> None:
         if index % 10 == 0:
             progress(f"template {recipe['name']}: {path}", 0.85 * index / max(1, len(todo)))
         copier.add(path)
-    if not find_program(root, "python3"):
+    if "python3" in programs and not find_program(root, "python3"):
         _freeze_own_python(copier, root)
 
 
@@ -477,7 +481,7 @@ def _seal(name: str, root: Path) -> str:
             content = hashlib.sha256()
             with open(path, "rb") as file:
                 head = file.read(1024 * 1024)
-                if info.st_size <= 1024 * 1024 and head[:4] != b"\x7fELF" and _CREDENTIAL.search(head):
+                if info.st_size <= 1024 * 1024 and head[:4] != b"\x7fELF" and _looks_secret(head):
                     raise CorralError(
                         "template_unavailable",
                         f"template {name}: {os.fsdecode(relative)} looks like a credential",
@@ -489,6 +493,11 @@ def _seal(name: str, root: Path) -> str:
             digest.update(b"f" + relative + b"\0" + (b"x" if info.st_mode & 0o111 else b"-") + content.digest())
         digest.update(b"d" + os.fsencode(os.path.relpath(directory, root)) + b"\0")
     return "sha256:" + digest.hexdigest()
+
+
+def _looks_secret(content: bytes) -> bool:
+    # Looking for the fixed words first takes a tenth of the time, and nearly no file has one.
+    return any(word in content for word in _CREDENTIAL_WORDS) and _CREDENTIAL.search(content) is not None
 
 
 def _remove(path: Path) -> None:

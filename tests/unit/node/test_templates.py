@@ -76,7 +76,15 @@ def test_set_id_bits_and_devices_never_enter_a_base(state: Path) -> None:
     assert not (inside / "pipe").exists()
 
 
-@pytest.mark.parametrize("secret", ["AKIA" + "ABCDEFGHIJKLMNOP", "ghp_" + "a1B2" * 9])
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "AKIA" + "ABCDEFGHIJKLMNOP", "ASIA" + "ABCDEFGHIJKLMNOP", *(f"gh{kind}_" + "a1B2" * 9 for kind in "pousr"),
+        "xoxb-" + "1234567890-" * 3, "sk-ant-" + "a1_-" * 12, "sk-proj-" + "a1_-" * 12, "glpat-" + "a1B2" * 5,
+        "-----BEGIN RSA PRIVATE KEY-----\n" + "MIIEpAIBAAKCAQEA" * 8,
+    ],
+    ids=lambda secret: secret[:10],
+)  # fmt: skip
 def test_a_credential_in_a_base_fails_the_build_and_names_the_file(state: Path, secret: str) -> None:
     data = state / "data"
     data.mkdir()
@@ -87,6 +95,13 @@ def test_a_credential_in_a_base_fails_the_build_and_names_the_file(state: Path, 
     assert caught.value.code == "template_unavailable"
     assert templates.built("small") is None
     assert not list((state / "base").glob(".build-*"))
+
+
+def test_what_only_begins_like_a_credential_is_taken(state: Path) -> None:
+    data = state / "data"
+    data.mkdir()
+    (data / "notes").write_text("sk-learn AKIA ghp_short xox -----BEGIN PRIVATE KEY----- (none)\n")
+    assert asyncio.run(Templates(state, small_recipe(state / "recipes", trees=f"[{data}]")).ensure("small")).digest
 
 
 def test_an_unknown_template_is_named_with_the_known_ones(state: Path) -> None:
