@@ -297,19 +297,21 @@ class GuestClient:
         if number in self._abandoned:
             self._abandoned.discard(number)
             return
-        future = self._pending.pop(number, None)
+        # It stays pending until its reply proves to be one: whoever waits for it must hear at once of a violation.
+        future = self._pending.get(number)
         if future is None:
             raise Violation("a reply to nothing")
-        if future.done():
-            return
         answer, error = reply.get("ok"), reply.get("error")
-        if type(answer) is dict and error is None:
+        if future.done():
+            pass
+        elif type(answer) is dict and error is None:
             future.set_result(answer)
         elif type(error) is dict and answer is None:
             code, detail, field = check_error(error)
             future.set_exception(CorralError(code, f"the guest refused: {detail}", field=field))
         else:
             raise Violation("a reply that says neither yes nor no")
+        del self._pending[number]
 
     def _event(self, event: dict[str, Any]) -> None:
         if event.get("event") == "ended":
