@@ -192,12 +192,25 @@ class InstanceChange:
 
 
 @dataclass(frozen=True)
+class CommandDone:
+    """Part of a transaction: the sandbox's open commands of these kinds, locked by `worker`, get their outcome.
+
+    `match` compares members of their arguments.
+    """
+
+    kinds: tuple[str, ...]
+    worker: str
+    outcome: Json
+    match: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Transition:
     """One committed step of a sandbox: the CAS on `version`, and all that belongs in the same transaction.
 
     `changes` are columns of SandboxRecord to set (not state, version). `commands` are inserted open; one whose `claimed_by` is set
     is inserted locked for that worker. `end_execs`: when not None, every open exec of the sandbox gets this reason in the same
-    transaction (`sandbox_deleted`, `sandbox_lost`, ...) as `cancel_requested`.
+    transaction (`sandbox_deleted`, `sandbox_lost`, ...) as `cancel_requested`. `done`: outcomes of earlier commands, given first.
     """
 
     sandbox_id: str
@@ -211,6 +224,7 @@ class Transition:
     commands: tuple[CommandRecord, ...] = ()
     end_execs: str | None = None
     audit: AuditRecord | None = None
+    done: tuple[CommandDone, ...] = ()
 
 
 @dataclass(frozen=True)

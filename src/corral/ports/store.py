@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from corral.domain.fence import Fence
 from corral.domain.records import (
     AuditRecord,
+    CommandDone,
     CommandRecord,
     Committed,
     EventRecord,
@@ -80,9 +81,17 @@ class Store(Protocol):
 
     # -- sandboxes -------------------------------------------------------------------------------------------------------------
     async def create_sandbox(
-        self, sandbox: SandboxRecord, event: EventRecord, audit: AuditRecord, idempotency: Idempotency | None = None
+        self,
+        sandbox: SandboxRecord,
+        event: EventRecord,
+        audit: AuditRecord,
+        idempotency: Idempotency | None = None,
+        transitions: Sequence[Transition] = (),
     ) -> tuple[SandboxRecord, bool]:
-        """Insert row, lease row (owner None, version 0), environment row and event. Idempotent like `submit_run`."""
+        """Insert row, lease row (owner None, version 0), environment row and event. Idempotent like `submit_run`.
+
+        `transitions` are its first steps, committed with it (not when the key is known); -> the row after them.
+        """
         ...
 
     async def commit_transition(self, transition: Transition) -> Committed:
@@ -91,6 +100,10 @@ class Store(Protocol):
         `LeaseChange.take` sets owner, `lease_version + 1`, times; `extend` moves `expires_at` (never back); `drop` clears the owner
         with `lease_version + 1`. Binding a second instance to a sandbox, or a condemned or gone one, is `conflict`.
         """
+        ...
+
+    async def commit_transitions(self, transitions: Sequence[Transition]) -> Committed:
+        """Several steps of one sandbox, in order, in one transaction: all or none. -> what the last one left."""
         ...
 
     async def get_sandbox(self, sandbox_id: str, tenant_id: str | None) -> SandboxView | None:
@@ -129,6 +142,34 @@ class Store(Protocol):
         self, record: ExecRecord, fence: Fence, *, idempotency: Idempotency | None = None, tenant_id: str = "default"
     ) -> tuple[ExecRecord, bool]:
         """Insert as `starting`; `lease_lost` unless `fence` is the sandbox's current one. Committed before any frame is sent."""
+        ...
+
+    async def begin_exec(
+        self,
+        record: ExecRecord,
+        fence: Fence,
+        transition: Transition,
+        *,
+        renew: tuple[str, int] | None = None,
+        idempotency: Idempotency | None = None,
+        tenant_id: str = "default",
+    ) -> tuple[ExecRecord, Committed | None]:
+        """`create_exec`, `renew_lease` for `renew` = (owner, ttl_ms), and the sandbox's `transition`, in one transaction.
+
+        An exec that was made before under the key: (that exec, None), and nothing else happens.
+        """
+        ...
+
+    async def end_exec(
+        self,
+        exec_id: str,
+        *,
+        changes: dict[str, Any],
+        done: Sequence[CommandDone] = (),
+        last: Transition | None = None,
+        others: Transition | None = None,
+    ) -> ExecRecord:
+        """`update_exec` of an open exec, outcomes, and its sandbox's transition: `last` if now none is open, else `others`."""
         ...
 
     async def update_exec(

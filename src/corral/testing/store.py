@@ -14,6 +14,7 @@ from typing import Any
 from corral.domain.fence import Fence
 from corral.domain.records import (
     AuditRecord,
+    CommandDone,
     CommandRecord,
     Committed,
     EventRecord,
@@ -557,6 +558,35 @@ async def a_refused_transition_changes_nothing(b: Bench) -> None:
     await refused("not_found", b.store.commit_transition(Transition("sbx_9", 1, "x", EVENT)))
 
 
+@check
+async def steps_of_a_sandbox_happen_together_or_not_at_all(b: Bench) -> None:
+    first = Transition("sbx_1", 1, "planning", replace(EVENT, event_type="planning_started"))
+    second = Transition("sbx_1", 2, "allocating", replace(EVENT, event_type="planned"), commands=(b.command("cmd_1"),))
+    made, fresh = await b.store.create_sandbox(b.sandbox(), EVENT, audit(), _key(), [first, second])
+    assert fresh and (made.state, made.version) == ("allocating", 3)
+    again, fresh = await b.store.create_sandbox(b.sandbox("sbx_2"), EVENT, audit(), _key(), [first, second])
+    assert not fresh and again == made
+    third = Transition("sbx_1", 3, "locking", replace(EVENT, event_type="bound"), lease=LeaseChange("take", "me", 1000))
+    done = CommandDone(("fence",), "w", {"ok": True}, {"n": 1})
+    before = await _everything(b)
+    await refused("conflict", b.store.commit_transitions([third, replace(third, new_state="ready")]))
+    assert await _everything(b) == before
+    mine = tuple(b.command(f"cmd_{n}", args={"n": n}, claimed_by="w") for n in (1, 2))
+    foreign = b.command("cmd_4", args={"n": 1}, claimed_by="another")
+    more = replace(third, commands=(replace(mine[0], command_id="cmd_3"), mine[1], foreign))
+    final = Transition("sbx_1", 4, "ready", replace(EVENT, event_type="ready"), done=(done,))
+    left = await b.store.commit_transitions([more, final])
+    assert (left.sandbox.state, left.sandbox.version, left.lease.lease_owner) == ("ready", 5, "me")
+    types = [(e.event_type, e.old_state, e.new_state) for e in await b.store.history("sbx_1")]
+    assert types[1:] == [
+        ("planning_started", "requested", "planning"),
+        ("planned", "planning", "allocating"),
+        ("bound", "allocating", "locking"),
+        ("ready", "locking", "ready"),
+    ]
+    assert [c.command_id for c in await b.store.open_commands("sbx_1")] == ["cmd_1", "cmd_2", "cmd_4"]
+
+
 async def _everything(b: Bench) -> list[Any]:
     return [
         await b.store.list_sandboxes(None),
@@ -853,6 +883,59 @@ async def one_idempotency_key_makes_one_exec(b: Bench) -> None:
     await refused("idempotency_conflict", b.store.create_exec(b.exec("exe_x"), fence, idempotency=other))
     await refused("lease_lost", b.store.create_exec(b.exec("exe_y"), fence, idempotency=replace(key, key="k2")))
     assert len(await b.store.list_execs("sbx_1")) == 1
+
+
+@check
+async def an_exec_begins_with_its_lease_and_its_transition(b: Bench) -> None:
+    fence = await b.leased()
+    begun = Transition("sbx_1", 2, "running", replace(EVENT, event_type="exec_requested"))
+    key = _key(route="POST /v1/sandboxes/sbx_1/execs")
+    before = await _everything(b)
+    for code, parts in (
+        ("conflict", {"transition": replace(begun, expect_version=1)}),
+        ("lease_lost", {"fence": Fence(0, 2)}),
+        ("lease_lost", {"renew": ("you/1", 30_000)}),
+        ("not_found", {"tenant_id": "other"}),
+    ):
+        whole: dict[str, Any] = {"fence": fence, "transition": begun, "renew": ("me/1", 30_000), "idempotency": key}
+        await refused(code, b.store.begin_exec(b.exec(), **{**whole, **parts}))
+        assert await _everything(b) == before, parts
+    b.clock.now += 20_000
+    record, done = await b.store.begin_exec(b.exec(), fence, begun, renew=("me/1", 30_000), idempotency=key)
+    assert record.state == "starting" and done is not None
+    assert (done.sandbox.state, done.sandbox.version) == ("running", 3)
+    view = await b.store.get_sandbox("sbx_1", None)
+    assert view is not None and (view.sandbox, view.lease) == (done.sandbox, done.lease)
+    assert done.lease.expires_at == b.clock.now + 30_000
+    again = await b.store.begin_exec(b.exec("exe_x"), fence, begun, renew=("me/1", 30_000), idempotency=key)
+    assert again == (record, None)
+    await b.store.begin_exec(b.exec("exe_2"), fence, replace(begun, expect_version=3))
+    assert [e.exec_id for e in await b.store.open_execs("sbx_1")] == ["exe_1", "exe_2"]
+
+
+@check
+async def the_last_exec_ends_with_the_transition_of_the_last(b: Bench) -> None:
+    fence = await b.leased()
+    command = b.command("cmd_1", kind="start_exec", args={"exec_id": "exe_1"}, claimed_by="w")
+    begun = Transition("sbx_1", 2, "running", replace(EVENT, event_type="exec_requested"), commands=(command,))
+    await b.store.begin_exec(b.exec(), fence, begun)
+    await b.store.create_exec(b.exec("exe_2"), fence)
+    done = CommandDone(("start_exec",), "w", {"ok": True}, {"exec_id": "exe_1"})
+    last = Transition("sbx_1", 3, "leased", replace(EVENT, event_type="exec_ended"))
+    before = await _everything(b)
+    stale = replace(last, expect_version=2)
+    await refused("conflict", b.store.end_exec("exe_1", changes={"state": "ended"}, done=[done], others=stale))
+    assert await _everything(b) == before
+    ended = await b.store.end_exec("exe_1", changes={"state": "ended", "result": {"x": 1}}, done=[done], last=last)
+    assert (ended.state, ended.result, ended.version) == ("ended", {"x": 1}, 2)
+    view = await b.store.get_sandbox("sbx_1", None)
+    assert view is not None and view.sandbox.state == "running", "another one is open"
+    assert not await b.store.open_commands("sbx_1")
+    await refused("conflict", b.store.end_exec("exe_1", changes={"state": "lost"}, last=last))
+    await refused("not_found", b.store.end_exec("exe_9", changes={"state": "lost"}, last=last))
+    await b.store.end_exec("exe_2", changes={"state": "ended"}, last=last, others=stale)
+    view = await b.store.get_sandbox("sbx_1", None)
+    assert view is not None and (view.sandbox.state, view.sandbox.version) == ("leased", 4)
 
 
 @check

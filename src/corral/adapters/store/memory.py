@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from corral.domain.fence import Fence
 from corral.domain.records import (
     AuditRecord,
+    CommandDone,
     CommandRecord,
     Committed,
     EventRecord,
@@ -39,12 +40,15 @@ from .rows import (
     OPEN_EXEC,
     RUN,
     SANDBOX,
+    DoneStep,
     InstanceStep,
     Row,
     Shape,
+    Step,
     check_instance_state,
     check_ttl,
     conflict,
+    encode_done,
     encode_transition,
     idempotency_conflict,
     lease_lost,
@@ -262,9 +266,15 @@ class MemoryStore:
 
     # -- sandboxes -------------------------------------------------------------------------------------------------------------
     async def create_sandbox(
-        self, sandbox: SandboxRecord, event: EventRecord, audit: AuditRecord, idempotency: Idempotency | None = None
+        self,
+        sandbox: SandboxRecord,
+        event: EventRecord,
+        audit: AuditRecord,
+        idempotency: Idempotency | None = None,
+        transitions: Sequence[Transition] = (),
     ) -> tuple[SandboxRecord, bool]:
         row, event_row, audit_row = SANDBOX.encode(sandbox), EVENT.encode(event), AUDIT.encode(audit)
+        steps = [encode_transition(each) for each in transitions]
 
         def work() -> tuple[SandboxRecord, bool]:
             known = self._claim_key(idempotency, sandbox.sandbox_id)
@@ -275,6 +285,8 @@ class MemoryStore:
             self._put(self._leases, sandbox.sandbox_id, LEASE.encode(lease))
             self._add_event(event_row, sandbox.sandbox_id, None, sandbox.state)
             self._append(self._audit, "audit_id", audit_row)
+            if steps:
+                return self._commit_all(steps).sandbox, True
             return SANDBOX.from_row(row), True
 
         return await self._transact(work)
@@ -295,35 +307,45 @@ class MemoryStore:
             raise lease_lost(sandbox.sandbox_id, f"{fence} is not its fence")
 
     async def commit_transition(self, transition: Transition) -> Committed:
-        step = encode_transition(transition)
+        return await self.commit_transitions([transition])
 
-        def work() -> Committed:
-            old, lease = self._sandbox_and_lease(transition.sandbox_id)
-            if transition.expect_fence is not None:
-                self._check_fence(old, lease, transition.expect_fence)
-            if old.version != transition.expect_version:
-                raise conflict(f"sandbox {old.sandbox_id} is at version {old.version}", state=old.state)
-            check_monotone(old, step.changes)
-            row: Row = {**self._sandboxes[old.sandbox_id], **step.changes}
-            row.update(state=step.new_state, version=old.version + 1)
-            self._put(self._sandboxes, old.sandbox_id, row)
-            sandbox = SANDBOX.from_row(row)
-            if (change := transition.lease) is not None:
-                lease = changed_lease(self._now, lease, change.kind, change.owner, change.ttl_ms)
-                self._put(self._leases, old.sandbox_id, LEASE.encode(lease))
-            for instance in step.instances:
-                self._change_instance(instance, sandbox)
-            for command in step.commands:
-                self._get(self._sandboxes, SANDBOX, str(command["sandbox_id"]))
-                self._insert(self._commands, COMMAND, new_command(command, self._now))
-            if transition.end_execs is not None:
-                self._end_execs(old.sandbox_id, transition.end_execs)
-            event_id = self._add_event(step.event, old.sandbox_id, old.state, step.new_state)
-            if step.audit is not None:
-                self._append(self._audit, "audit_id", step.audit)
-            return Committed(sandbox, lease, event_id)
+    async def commit_transitions(self, transitions: Sequence[Transition]) -> Committed:
+        steps = [encode_transition(each) for each in transitions]
+        return await self._transact(lambda: self._commit_all(steps))
 
-        return await self._transact(work)
+    def _commit_all(self, steps: Sequence[Step]) -> Committed:
+        *before, last = steps
+        for step in before:
+            self._commit(step)
+        return self._commit(last)
+
+    def _commit(self, step: Step) -> Committed:
+        transition = step.source
+        old, lease = self._sandbox_and_lease(transition.sandbox_id)
+        if transition.expect_fence is not None:
+            self._check_fence(old, lease, transition.expect_fence)
+        if old.version != transition.expect_version:
+            raise conflict(f"sandbox {old.sandbox_id} is at version {old.version}", state=old.state)
+        check_monotone(old, step.changes)
+        row: Row = {**self._sandboxes[old.sandbox_id], **step.changes}
+        row.update(state=step.new_state, version=old.version + 1)
+        self._put(self._sandboxes, old.sandbox_id, row)
+        sandbox = SANDBOX.from_row(row)
+        if (change := transition.lease) is not None:
+            lease = changed_lease(self._now, lease, change.kind, change.owner, change.ttl_ms)
+            self._put(self._leases, old.sandbox_id, LEASE.encode(lease))
+        for instance in step.instances:
+            self._change_instance(instance, sandbox)
+        self._finish_commands(old.sandbox_id, step.done)
+        for command in step.commands:
+            self._get(self._sandboxes, SANDBOX, str(command["sandbox_id"]))
+            self._insert(self._commands, COMMAND, new_command(command, self._now))
+        if transition.end_execs is not None:
+            self._end_execs(old.sandbox_id, transition.end_execs)
+        event_id = self._add_event(step.event, old.sandbox_id, old.state, step.new_state)
+        if step.audit is not None:
+            self._append(self._audit, "audit_id", step.audit)
+        return Committed(sandbox, lease, event_id)
 
     def _change_instance(self, change: InstanceStep, sandbox: SandboxRecord) -> None:
         if change.record is not None:
@@ -397,19 +419,18 @@ class MemoryStore:
 
     async def renew_lease(self, sandbox_id: str, owner: str, fence: Fence, ttl_ms: int) -> LeaseRecord:
         check_ttl(ttl_ms)
+        return await self._transact(lambda: self._renew(sandbox_id, owner, fence, ttl_ms))
 
-        def work() -> LeaseRecord:
-            sandbox, lease = self._sandbox_and_lease(sandbox_id)
-            self._check_fence(sandbox, lease, fence)
-            check_holder(lease, owner, self._now)
-            expires_at = renewed_expiry(lease.expires_at, self._now, ttl_ms)
-            if expires_at is None:
-                return lease
-            new = LeaseRecord(sandbox_id, owner, lease.lease_version, lease.acquired_at, self._now, expires_at)
-            self._put(self._leases, sandbox_id, LEASE.encode(new))
-            return new
-
-        return await self._transact(work)
+    def _renew(self, sandbox_id: str, owner: str, fence: Fence, ttl_ms: int) -> LeaseRecord:
+        sandbox, lease = self._sandbox_and_lease(sandbox_id)
+        self._check_fence(sandbox, lease, fence)
+        check_holder(lease, owner, self._now)
+        expires_at = renewed_expiry(lease.expires_at, self._now, ttl_ms)
+        if expires_at is None:
+            return lease
+        new = LeaseRecord(sandbox_id, owner, lease.lease_version, lease.acquired_at, self._now, expires_at)
+        self._put(self._leases, sandbox_id, LEASE.encode(new))
+        return new
 
     # -- instances -------------------------------------------------------------------------------------------------------------
     async def update_instance(
@@ -445,18 +466,66 @@ class MemoryStore:
         self, record: ExecRecord, fence: Fence, *, idempotency: Idempotency | None = None, tenant_id: str = "default"
     ) -> tuple[ExecRecord, bool]:
         row = EXEC.encode(record)
+        return await self._transact(lambda: self._create_exec(row, fence, idempotency, tenant_id))
 
-        def work() -> tuple[ExecRecord, bool]:
-            sandbox, lease = self._sandbox_and_lease(record.sandbox_id)
-            if sandbox.tenant_id != tenant_id:
-                raise not_found("sandbox", record.sandbox_id)
-            known = self._claim_key(idempotency, record.exec_id)
-            if known is not None:
-                return EXEC.from_row(self._get(self._execs, EXEC, known)), False
-            self._check_fence(sandbox, lease, fence)
-            new: Row = {**row, "state": "starting", "incarnation": fence.incarnation, "lease_version": fence.token}
-            self._insert(self._execs, EXEC, new)
-            return EXEC.from_row(new), True
+    def _create_exec(
+        self, row: Row, fence: Fence, idempotency: Idempotency | None, tenant_id: str
+    ) -> tuple[ExecRecord, bool]:
+        sandbox, lease = self._sandbox_and_lease(str(row["sandbox_id"]))
+        if sandbox.tenant_id != tenant_id:
+            raise not_found("sandbox", sandbox.sandbox_id)
+        known = self._claim_key(idempotency, str(row["exec_id"]))
+        if known is not None:
+            return EXEC.from_row(self._get(self._execs, EXEC, known)), False
+        self._check_fence(sandbox, lease, fence)
+        new: Row = {**row, "state": "starting", "incarnation": fence.incarnation, "lease_version": fence.token}
+        self._insert(self._execs, EXEC, new)
+        return EXEC.from_row(new), True
+
+    async def begin_exec(
+        self,
+        record: ExecRecord,
+        fence: Fence,
+        transition: Transition,
+        *,
+        renew: tuple[str, int] | None = None,
+        idempotency: Idempotency | None = None,
+        tenant_id: str = "default",
+    ) -> tuple[ExecRecord, Committed | None]:
+        row, step = EXEC.encode(record), encode_transition(transition)
+        if renew is not None:
+            check_ttl(renew[1])
+
+        def work() -> tuple[ExecRecord, Committed | None]:
+            made, fresh = self._create_exec(row, fence, idempotency, tenant_id)
+            if not fresh:
+                return made, None
+            if renew is not None:
+                self._renew(made.sandbox_id, renew[0], fence, renew[1])
+            return made, self._commit(step)
+
+        return await self._transact(work)
+
+    async def end_exec(
+        self,
+        exec_id: str,
+        *,
+        changes: dict[str, Any],
+        done: Sequence[CommandDone] = (),
+        last: Transition | None = None,
+        others: Transition | None = None,
+    ) -> ExecRecord:
+        encoded, outcomes = EXEC.encode_changes(changes), encode_done(done)
+        last_step = encode_transition(last) if last is not None else None
+        other_step = encode_transition(others) if others is not None else None
+
+        def work() -> ExecRecord:
+            ended = EXEC.from_row(self._update(self._execs, EXEC, exec_id, OPEN_EXEC, encoded))
+            self._finish_commands(ended.sandbox_id, outcomes)
+            step = other_step if self._some_execs(ended.sandbox_id, only_open=True) else last_step
+            if step is not None:
+                self._commit(step)
+            return ended
 
         return await self._transact(work)
 
@@ -511,15 +580,21 @@ class MemoryStore:
     async def finish_command(self, command_id: str, worker: str, outcome: dict[str, Any]) -> bool:
         """Only the worker whose claim it is may finish it, run out or not; False for everybody else."""
         text = to_json(outcome, "sandbox_command.outcome")
+        return await self._transact(lambda: self._finish_command(command_id, worker, text))
 
-        def work() -> bool:
-            row = self._get(self._commands, COMMAND, command_id)
-            if row["done_at"] is not None or row["claimed_by"] != worker:
-                return False
-            self._put(self._commands, command_id, {**row, "done_at": self._now, "outcome": text})
-            return True
+    def _finish_command(self, command_id: str, worker: str, outcome: str) -> bool:
+        row = self._get(self._commands, COMMAND, command_id)
+        if row["done_at"] is not None or row["claimed_by"] != worker:
+            return False
+        self._put(self._commands, command_id, {**row, "done_at": self._now, "outcome": outcome})
+        return True
 
-        return await self._transact(work)
+    def _finish_commands(self, sandbox_id: str, done: Sequence[DoneStep]) -> None:
+        for each in done:
+            for command_id, row in list(self._commands.items()):
+                mine = row["sandbox_id"] == sandbox_id and row["kind"] in each.kinds
+                if mine and each.meets(COMMAND.from_row(row).args):
+                    self._finish_command(command_id, each.worker, each.outcome)
 
     async def open_commands(self, sandbox_id: str | None = None) -> list[CommandRecord]:
         return await self._transact(

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from corral.domain.records import (
     AuditRecord,
+    CommandDone,
     CommandRecord,
     EventRecord,
     ExecRecord,
@@ -168,6 +169,20 @@ class InstanceStep:
 
 
 @dataclass(frozen=True)
+class DoneStep:
+    """A `CommandDone`, checked and encoded."""
+
+    kinds: tuple[str, ...]
+    worker: str
+    outcome: str
+    match: dict[str, Any]
+
+    def meets(self, args: Mapping[str, Any]) -> bool:
+        """Whether a command with these arguments is meant."""
+        return all(args.get(name) == value for name, value in self.match.items())
+
+
+@dataclass(frozen=True)
 class Step:
     """A `Transition`, checked and encoded in the caller's thread: what it holds is not shared with the caller any more."""
 
@@ -178,6 +193,7 @@ class Step:
     instances: tuple[InstanceStep, ...]
     commands: tuple[Row, ...]
     audit: Row | None
+    done: tuple[DoneStep, ...] = ()
 
 
 def encode_transition(transition: Transition) -> Step:
@@ -202,6 +218,20 @@ def encode_transition(transition: Transition) -> Step:
         instances=tuple(_encode_instance(change, transition) for change in transition.instances),
         commands=tuple(COMMAND.encode(command) for command in transition.commands),
         audit=AUDIT.encode(transition.audit) if transition.audit is not None else None,
+        done=encode_done(transition.done),
+    )
+
+
+def encode_done(done: Sequence[CommandDone]) -> tuple[DoneStep, ...]:
+    """Outcomes of commands, encoded."""
+    return tuple(
+        DoneStep(
+            each.kinds,
+            to_text(each.worker, "sandbox_command.claimed_by"),
+            to_json(each.outcome, "sandbox_command.outcome"),
+            dict(each.match),
+        )
+        for each in done
     )
 
 

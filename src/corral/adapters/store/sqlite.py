@@ -24,6 +24,7 @@ from corral import faults
 from corral.domain.fence import Fence
 from corral.domain.records import (
     AuditRecord,
+    CommandDone,
     CommandRecord,
     Committed,
     EventRecord,
@@ -48,6 +49,7 @@ from .rows import (
     check_instance_state,
     check_ttl,
     conflict,
+    encode_done,
     encode_transition,
     to_json,
     to_text,
@@ -315,7 +317,12 @@ class SqliteStore:
 
     # -- sandboxes -------------------------------------------------------------------------------------------------------------
     async def create_sandbox(
-        self, sandbox: SandboxRecord, event: EventRecord, audit: AuditRecord, idempotency: Idempotency | None = None
+        self,
+        sandbox: SandboxRecord,
+        event: EventRecord,
+        audit: AuditRecord,
+        idempotency: Idempotency | None = None,
+        transitions: Sequence[Transition] = (),
     ) -> tuple[SandboxRecord, bool]:
         return await self._write(
             transactions.create_sandbox,
@@ -323,7 +330,12 @@ class SqliteStore:
             EVENT.encode(event),
             AUDIT.encode(audit),
             idempotency,
+            [encode_transition(each) for each in transitions],
         )
+
+    async def commit_transitions(self, transitions: Sequence[Transition]) -> Committed:
+        steps = [encode_transition(each) for each in transitions]
+        return await self._write(transactions.commit_transitions, steps)
 
     async def commit_transition(self, transition: Transition) -> Committed:
         return await self._write(transactions.commit_transition, encode_transition(transition))
@@ -363,6 +375,39 @@ class SqliteStore:
         self, record: ExecRecord, fence: Fence, *, idempotency: Idempotency | None = None, tenant_id: str = "default"
     ) -> tuple[ExecRecord, bool]:
         return await self._write(transactions.create_exec, EXEC.encode(record), fence, idempotency, tenant_id)
+
+    async def begin_exec(
+        self,
+        record: ExecRecord,
+        fence: Fence,
+        transition: Transition,
+        *,
+        renew: tuple[str, int] | None = None,
+        idempotency: Idempotency | None = None,
+        tenant_id: str = "default",
+    ) -> tuple[ExecRecord, Committed | None]:
+        if renew is not None:
+            check_ttl(renew[1])
+        row, step = EXEC.encode(record), encode_transition(transition)
+        return await self._write(transactions.begin_exec, row, fence, step, renew, idempotency, tenant_id)
+
+    async def end_exec(
+        self,
+        exec_id: str,
+        *,
+        changes: dict[str, Any],
+        done: Sequence[CommandDone] = (),
+        last: Transition | None = None,
+        others: Transition | None = None,
+    ) -> ExecRecord:
+        return await self._write(
+            transactions.end_exec,
+            exec_id,
+            EXEC.encode_changes(changes),
+            encode_done(done),
+            encode_transition(last) if last is not None else None,
+            encode_transition(others) if others is not None else None,
+        )
 
     async def update_exec(self, exec_id: str, *, expect_states: Sequence[str], changes: dict[str, Any]) -> ExecRecord:
         return await self._write(transactions.update_exec, exec_id, tuple(expect_states), EXEC.encode_changes(changes))

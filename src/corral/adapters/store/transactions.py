@@ -36,6 +36,7 @@ from .rows import (
     OPEN_EXEC,
     RUN,
     SANDBOX,
+    DoneStep,
     InstanceStep,
     Row,
     Shape,
@@ -237,7 +238,7 @@ def open_runs(tx: Tx) -> list[RunRecord]:
 
 
 def create_sandbox(
-    tx: Tx, sandbox: Row, event: Row, audit: Row, idem: Idempotency | None
+    tx: Tx, sandbox: Row, event: Row, audit: Row, idem: Idempotency | None, steps: Sequence[Step] = ()
 ) -> tuple[SandboxRecord, bool]:
     sandbox_id = str(sandbox["sandbox_id"])
     known = _claim_key(tx, idem, sandbox_id)
@@ -262,6 +263,8 @@ def create_sandbox(
     )
     _add_event(tx, event, sandbox_id, None, str(sandbox["state"]))
     add_audit(tx, audit)
+    if steps:
+        return commit_transitions(tx, steps).sandbox, True
     return SANDBOX.decode(_row(tx, SANDBOX, sandbox_id)), True
 
 
@@ -281,6 +284,14 @@ def _check_fence(sandbox: SandboxRecord, lease: LeaseRecord, fence: Fence) -> No
     current = Fence(sandbox.incarnation, lease.lease_version)
     if fence != current:
         raise lease_lost(sandbox.sandbox_id, f"the fence is {current}, not {fence}")
+
+
+def commit_transitions(tx: Tx, steps: Sequence[Step]) -> Committed:
+    """In order; the last one's answer."""
+    *before, last = steps
+    for step in before:
+        commit_transition(tx, step)
+    return commit_transition(tx, last)
 
 
 def commit_transition(tx: Tx, step: Step) -> Committed:
@@ -304,6 +315,7 @@ def commit_transition(tx: Tx, step: Step) -> Committed:
         lease = _change_lease(tx, lease, source.lease.kind, source.lease.owner, source.lease.ttl_ms)
     for change in step.instances:
         _change_instance(tx, change, sandbox)
+    _finish_commands(tx, old.sandbox_id, step.done)
     for command in step.commands:
         _add_command(tx, command)
     if source.end_execs is not None:
@@ -524,6 +536,37 @@ def create_exec(tx: Tx, record: Row, fence: Fence, idem: Idempotency | None, ten
     return EXEC.decode(_row(tx, EXEC, exec_id)), True
 
 
+def begin_exec(
+    tx: Tx,
+    record: Row,
+    fence: Fence,
+    step: Step,
+    renew: tuple[str, int] | None,
+    idem: Idempotency | None,
+    tenant_id: str,
+) -> tuple[ExecRecord, Committed | None]:
+    made, fresh = create_exec(tx, record, fence, idem, tenant_id)
+    if not fresh:
+        return made, None
+    if renew is not None:
+        renew_lease(tx, made.sandbox_id, renew[0], fence, renew[1])
+    return made, commit_transition(tx, step)
+
+
+def end_exec(
+    tx: Tx, exec_id: str, changes: Row, done: Sequence[DoneStep], last: Step | None, others: Step | None
+) -> ExecRecord:
+    ended = update_exec(tx, exec_id, OPEN_EXEC, changes)
+    _finish_commands(tx, ended.sandbox_id, done)
+    if last is not None or others is not None:
+        params: dict[str, Any] = {"sandbox_id": ended.sandbox_id}
+        where = _one_of("state", OPEN_EXEC, params)
+        more = tx.rows(f"SELECT 1 FROM exec WHERE sandbox_id = :sandbox_id AND {where} LIMIT 1", params)
+        if (step := others if more else last) is not None:
+            commit_transition(tx, step)
+    return ended
+
+
 def update_exec(tx: Tx, exec_id: str, expect: Sequence[str], changes: Row) -> ExecRecord:
     return EXEC.decode(_update(tx, EXEC, exec_id, expect, changes))
 
@@ -571,6 +614,20 @@ def lock_command(tx: Tx, worker: str, claim_ms: int, kinds: Sequence[str] | None
         params,
     )
     return COMMAND.decode(locked[0]) if locked else None
+
+
+def _finish_commands(tx: Tx, sandbox_id: str, done: Sequence[DoneStep]) -> None:
+    for each in done:
+        params: dict[str, Any] = {"sandbox_id": sandbox_id, "worker": each.worker}
+        where = _one_of("kind", each.kinds, params)
+        found = tx.rows(
+            f"SELECT {COMMAND.select} FROM sandbox_command WHERE sandbox_id = :sandbox_id AND done_at IS NULL"
+            f" AND claimed_by = :worker AND {where}",
+            params,
+        )
+        for command in map(COMMAND.decode, found):
+            if each.meets(command.args):
+                finish_command(tx, command.command_id, each.worker, each.outcome)
 
 
 def finish_command(tx: Tx, command_id: str, worker: str, outcome: str) -> bool:
