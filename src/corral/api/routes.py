@@ -282,8 +282,7 @@ async def submit_run(services: Services, request: Request) -> Reply:
     output, view = _view(request)
     document = await _document(request)
     key = _idempotency(request, "POST /v1/runs", document)
-    run = await services.runs.submit(request.caller, document, key)
-    run = await services.runs.wait(request.caller, run.run_id, wait)
+    run = await services.runs.submit(request.caller, document, key, wait)
     answer = await services.documents.run(run, output=output, view=view)
     location = {"Location": f"/v1/runs/{run.run_id}"}
     return Reply(200, answer) if run.state == "finished" else Reply(202, answer, location)
@@ -353,13 +352,10 @@ async def delete_sandbox(services: Services, request: Request, sandbox_id: str) 
 async def start_exec(services: Services, request: Request, sandbox_id: str) -> Reply:
     document = await _document(request)
     output, view = _view(request)
-    wait = _seconds(request, "wait", DEFAULT_WAIT_S)
+    wait = _seconds(request, "wait", DEFAULT_WAIT_S) if "wait" in request.query else None
     key = _idempotency(request, f"POST /v1/sandboxes/{sandbox_id}/execs", document)
     fence = request.headers.get("corral-lease")
-    record, said = await services.sandboxes.start_exec(request.caller, sandbox_id, document, key, fence)
-    if said is not None and "wait" not in request.query:
-        wait = said
-    record = await services.sandboxes.wait_exec(request.caller, record.exec_id, wait)
+    record = await services.sandboxes.start_exec(request.caller, sandbox_id, document, key, fence, wait, DEFAULT_WAIT_S)
     reason = (record.result or {}).get("reason")
     if reason in ("cwd_not_found", "user_refused"):
         raise CorralError(reason, str((record.result or {}).get("hint")), field="/cwd" if "cwd" in reason else "/user")

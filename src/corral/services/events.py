@@ -30,29 +30,59 @@ class StreamEvent:
     doc: Json | None = None
 
 
+class Woken:
+    """What a waiter holds: set at each `ring` of its key, with the row if the ringer had it at hand."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._row: Any = None
+
+    def look(self) -> Any:
+        """Forget the wake-ups so far; -> the newest row that came with them, or None: then read the store."""
+        self._event.clear()
+        row, self._row = self._row, None
+        return row
+
+    def wake(self, row: Any) -> None:
+        """Called by `Wakes`. A ring without a row says that what came before may be old."""
+        self._row = row
+        self._event.set()
+
+    async def wait(self, seconds: float | None = None) -> None:
+        """Until the next `wake`, or until `seconds` have passed."""
+        if seconds is None:
+            await self._event.wait()
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
+        except TimeoutError:
+            pass
+
+
 class Wakes:
     """Wake-ups by key (a run, exec or sandbox id): a waiter looks at the store, sleeps until `ring`, looks again."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._waiting: dict[str, set[Woken]] = {}
 
     @contextmanager
-    def listen(self, key: str) -> Iterator[asyncio.Event]:
-        """An event that is set at each `ring(key)`; clear it before looking at the store."""
-        event = asyncio.Event()
-        self._waiting.setdefault(key, set()).add(event)
+    def listen(self, key: str) -> Iterator[Woken]:
+        """Rings of `key` from now on."""
+        woken = Woken()
+        self._waiting.setdefault(key, set()).add(woken)
         try:
-            yield event
+            yield woken
         finally:
             left = self._waiting[key]
-            left.discard(event)
+            left.discard(woken)
             if not left:
                 del self._waiting[key]
 
-    def ring(self, key: str) -> None:
-        """Wake all who listen to `key`."""
-        for event in self._waiting.get(key, ()):
-            event.set()
+    def ring(self, key: str, row: Any = None) -> None:
+        """Wake all who listen to `key`; `row` is what the store has committed for it, if the caller has it."""
+        for woken in self._waiting.get(key, ()):
+            woken.wake(row)
 
     def ring_all(self) -> None:
         """Wake everybody: the service stops."""

@@ -118,22 +118,47 @@ class Outcome:
         )
 
 
+class _End:
+    """An exec that this process looks after: whether its row has got a `cancel_requested`, and a bell for news."""
+
+    def __init__(self, record: ExecRecord) -> None:
+        self.sandbox_id = record.sandbox_id
+        self.asked = record.cancel_requested
+        self.bell = asyncio.Event()
+
+    @property
+    def why(self) -> EndedBy | None:
+        """What the result will say; None = nobody wants its end."""
+        # `sandbox_lost` is what happened to it, nothing that we would have to bring about.
+        return None if self.asked is None or self.asked == "sandbox_lost" else _ENDED.get(self.asked, "cancelled")
+
+
 class Execs:
     """Supervises execs; the callers own rows, leases and transitions."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._cancel: dict[str, asyncio.Event] = {}
+        self._ends: dict[str, _End] = {}
 
-    def request_end(self, exec_id: str) -> None:
-        """The row has got a `cancel_requested`: look at it now."""
-        if (event := self._cancel.get(exec_id)) is not None:
-            event.set()
+    def expect(self, record: ExecRecord) -> None:
+        """Its row is committed (or was read by a take-over): from now on every request of its end is heard, until `forget`."""
+        self._ends.setdefault(record.exec_id, _End(record))
 
-    @property
-    def supervised(self) -> frozenset[str]:
-        """Execs that this process waits for."""
-        return frozenset(self._cancel)
+    def forget(self, exec_id: str) -> None:
+        """It has ended, or this process stops to look after it."""
+        self._ends.pop(exec_id, None)
+
+    def request_end(self, exec_id: str, why: str) -> None:
+        """The row's `cancel_requested` has been committed as `why`."""
+        if (end := self._ends.get(exec_id)) is not None:
+            end.asked = why
+            end.bell.set()
+
+    def request_ends(self, sandbox_id: str, why: str) -> None:
+        """A transition has been committed that gave `why` to every open exec of the sandbox; an earlier reason stays."""
+        for exec_id, end in self._ends.items():
+            if end.sandbox_id == sandbox_id:
+                self.request_end(exec_id, end.asked or why)
 
     async def supervise(
         self,
@@ -150,17 +175,17 @@ class Execs:
 
         `outputs` None = do not look at files. Never raises for what happens to the exec.
         """
-        cancel = self._cancel.setdefault(record.exec_id, asyncio.Event())
+        end = self._ends.setdefault(record.exec_id, _End(record))
         try:
-            facts = await self._attempt(record, instance_id, spec, cancel, watch)
+            facts = await self._attempt(record, instance_id, spec, end, watch)
             if record.state == "starting" and _interrupted(facts):
                 # An earlier owner stopped between its journal and the guest's answer. Sending the same `exec_id` again is
                 # safe whatever happened: a guest that knows it answers with what became of it and starts nothing.
                 await self._core.node.forget_exec(record.exec_id)
-                facts = await self._attempt(record, instance_id, spec, cancel, watch)
+                facts = await self._attempt(record, instance_id, spec, end, watch)
             facts = await self._because(record.exec_id, facts)
         finally:
-            self._cancel.pop(record.exec_id, None)
+            self.forget(record.exec_id)
         watch.switch("collecting")
         verdict = judge(facts, spec.limits, modes, spec.cwd)
         collected = None
@@ -172,22 +197,26 @@ class Execs:
         return Outcome(facts, verdict, collected, timeline)
 
     async def _attempt(
-        self, record: ExecRecord, instance_id: str, spec: ExecSpec, cancel: asyncio.Event, watch: Stopwatch
+        self, record: ExecRecord, instance_id: str, spec: ExecSpec, end: _End, watch: Stopwatch
     ) -> ExecFacts:
-        facts = await self._start(record, instance_id, spec)
+        facts = await self._start(record, instance_id, spec, end)
         if facts is not None:
             return facts
         watch.switch("running")
-        self._core.wakes.ring(record.exec_id)
-        return await self._wait(record, cancel)
+        # Beside the program, as nothing waits for it but those who stream; the row's end is written after it.
+        noted = self._core.spawn(self._note_running(record), f"{record.exec_id} running")
+        try:
+            return await self._wait(record, end)
+        finally:
+            await noted
 
-    async def _start(self, record: ExecRecord, instance_id: str, spec: ExecSpec) -> ExecFacts | None:
+    async def _start(self, record: ExecRecord, instance_id: str, spec: ExecSpec, end: _End) -> ExecFacts | None:
         """None = it runs (or the node knows how it ended); else why it does not."""
         fence = Fence(record.incarnation, record.lease_version)
         if record.state == "running":
             return None
-        if (why := await self._cancelled(record.exec_id)) is not None:
-            return ExecFacts(False, ended_by=why)
+        if end.why is not None:
+            return ExecFacts(False, ended_by=end.why)
         self._core.check_open()  # a start that a stop would cut short is left to the next owner
         try:
             faults.point("exec.start.before")
@@ -197,35 +226,36 @@ class Execs:
             faults.point("exec.start.after")
         except CorralError as error:
             return _not_started(error)
-        try:
-            await self._core.store.update_exec(
-                record.exec_id,
-                expect_states=("starting",),
-                changes={"state": "running", "started_at": self._core.now_ms()},
-            )
-        except CorralError as error:
-            if error.code != "conflict":
-                raise
         return None
 
-    async def _wait(self, record: ExecRecord, cancel: asyncio.Event) -> ExecFacts:
+    async def _note_running(self, record: ExecRecord) -> None:
+        row = None
+        if record.state == "starting":
+            try:
+                row = await self._core.store.update_exec(
+                    record.exec_id,
+                    expect_states=("starting",),
+                    changes={"state": "running", "started_at": self._core.now_ms()},
+                )
+            except CorralError as error:
+                if error.code != "conflict":
+                    raise
+        self._core.wakes.ring(record.exec_id, row)
+
+    async def _wait(self, record: ExecRecord, end: _End) -> ExecFacts:
         waiting = asyncio.ensure_future(self._core.node.wait_exec(record.exec_id))
+        waiting.add_done_callback(lambda _: end.bell.set())
         try:
-            while True:
-                cancel.clear()
-                if (why := await self._cancelled(record.exec_id)) is not None:
+            while not waiting.done():
+                end.bell.clear()
+                if (why := end.why) is not None:
                     if why == "sandbox_deleted":  # its instance is being destroyed, which ends it: do not fight over it
                         await asyncio.wait({waiting}, timeout=30.0)
                     if not waiting.done():
                         await self._core.node.end_exec(record.exec_id, why)
                     return await waiting
-                asked = asyncio.ensure_future(cancel.wait())
-                try:
-                    await asyncio.wait({waiting, asked}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    asked.cancel()
-                if waiting.done():
-                    return waiting.result()
+                await end.bell.wait()
+            return waiting.result()
         except CorralError as error:
             return _ended_unseen(error)
         finally:
@@ -233,9 +263,7 @@ class Execs:
 
     async def _cancelled(self, exec_id: str) -> EndedBy | None:
         row = await self._core.store.get_exec(exec_id, None)
-        why = row.cancel_requested if row is not None else None
-        # `sandbox_lost` is what happened to it, nothing that we would have to bring about.
-        return None if why is None or why == "sandbox_lost" else _ENDED.get(why, "cancelled")
+        return _End(row).why if row is not None else None
 
     async def _because(self, exec_id: str, facts: ExecFacts) -> ExecFacts:
         """An exec that lost its sandbox because we destroyed it was ended by us, for that reason."""
@@ -273,8 +301,7 @@ class Execs:
         core = self._core
         with core.wakes.listen(exec_id) as woken:
             while True:
-                woken.clear()
-                row = await core.store.get_exec(exec_id, None)
+                row = woken.look() or await core.store.get_exec(exec_id, None)
                 if row is None:
                     raise CorralError("not_found", f"there is no exec {exec_id}")
                 if row.state != "starting":
@@ -368,6 +395,8 @@ def _not_started(error: CorralError) -> ExecFacts:
     match error.code:
         case "lease_lost":
             return ExecFacts(False, ended_by="lease_lost")
+        case "sandbox_deleted":  # the node refuses before it sends anything
+            return ExecFacts(False, ended_by="sandbox_deleted")
         case "not_found" | "sandbox_lost":
             return ExecFacts(None, sandbox_lost=True)
         case "guest_lost":

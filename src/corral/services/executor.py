@@ -88,8 +88,10 @@ class Executor:
         self._flights: dict[str, _Flight] = {}
 
     # -- calls -----------------------------------------------------------------------------------------------------------------
-    async def submit(self, caller: Caller, document: Json, idempotency: Idempotency | None) -> RunRecord:
-        """Step 1. A request that cannot be honoured raises and makes no run; a second call with the same key joins the first."""
+    async def submit(
+        self, caller: Caller, document: Json, idempotency: Idempotency | None, wait_s: float = 0.0
+    ) -> RunRecord:
+        """Step 1, then `wait`. A request that cannot be honoured raises and makes no run; the same key joins the first call."""
         core = self._core
         core.check_open()
         request = parse_run(document, core.host)
@@ -108,7 +110,7 @@ class Executor:
         run, made = await core.store.submit_run(run, audit, idempotency)
         if made or (run.state != "finished" and run.run_id not in self._flights):
             self.drive(run)
-        return run
+        return await self.wait(caller, run.run_id, wait_s, run if made else None)
 
     def drive(self, run: RunRecord, grace_s: float = 0.0) -> None:
         """Begin, or go on with, a run in the background. `grace_s`: more time for an attached client to come back."""
@@ -128,25 +130,24 @@ class Executor:
             raise CorralError("not_found", f"there is no run {run_id[:64]}")
         return run
 
-    async def wait(self, caller: Caller, run_id: str, seconds: float) -> RunRecord:
-        """The run when it is finished, or as it is after `seconds`. The caller counts as an attached client meanwhile."""
-        run = await self.get(caller, run_id)
+    async def wait(self, caller: Caller, run_id: str, seconds: float, known: RunRecord | None = None) -> RunRecord:
+        """The run when it is finished, or as it is after `seconds`. The caller counts as an attached client meanwhile.
+
+        `known`: its row, if nothing can have happened since it was committed.
+        """
+        run = known or await self.get(caller, run_id)
         if run.state == "finished" or seconds <= 0:
             return run
         until = asyncio.get_running_loop().time() + seconds
         with self._core.watchers.watching(run_id), self._core.wakes.listen(run_id) as woken:
             while True:
-                woken.clear()
-                run = await self.get(caller, run_id)
+                run = known or woken.look() or await self.get(caller, run_id)
+                known = None
                 left = until - asyncio.get_running_loop().time()
                 if run.state == "finished" or left <= 0:
                     return run
                 self._core.check_open()
-                try:
-                    async with asyncio.timeout(left):
-                        await woken.wait()
-                except TimeoutError:
-                    pass
+                await woken.wait(left)
 
     async def page(self, caller: Caller, *, after: str | None, limit: int) -> tuple[list[RunRecord], str | None]:
         """Newest first, and the id to go on after."""
@@ -189,8 +190,7 @@ class Executor:
     async def _until(self, caller: Caller, run_id: str, good: Any) -> RunRecord:
         with self._core.wakes.listen(run_id) as woken:
             while True:
-                woken.clear()
-                run = await self.get(caller, run_id)
+                run = woken.look() or await self.get(caller, run_id)
                 if good(run):
                     return run
                 self._core.check_open()
@@ -244,7 +244,7 @@ class Executor:
         finally:
             self._flights.pop(run_id, None)
             self._core.watchers.forget(run_id)
-            self._core.wakes.ring(run_id)
+            self._core.wakes.ring(run_id, flight.run if flight.run.state == "finished" else None)
         self._settle(flight.run)
 
     async def _outcome(self, flight: _Flight, watch: Stopwatch) -> Json:
@@ -404,6 +404,7 @@ class Executor:
         core, run = self._core, flight.run
         assert flight.limits is not None
         modes = flight.modes or LimitModes()
+        after: SandboxView | None = None
         if record is not None and record.result is not None:
             if step == "program" or record.result["reason"] != "ok":
                 await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
@@ -420,7 +421,7 @@ class Executor:
                 created_at=core.now_ms(),
                 run_id=run.run_id,
             )
-            record = await self._lifecycle.exec_requested(record, fence_of(view))
+            record, after = await self._lifecycle.exec_requested(record, view)
         spec = ExecSpec(
             exec_id=record.exec_id,
             argv=argv,
@@ -437,7 +438,7 @@ class Executor:
         await self._update(flight, changes)
         if flight.cancel.is_set():
             await self._ask_end(record, flight.run.cancel_requested or "cancelled")
-        core.wakes.ring(run.run_id)
+        core.wakes.ring(run.run_id, flight.run)
         faults.point("run.exec.before")
         outcome = await self._execs.supervise(
             record,
@@ -458,8 +459,8 @@ class Executor:
         result = outcome.document(flight.limits, modes, watch.timings(), url, hint)
         if step == "program" or result["reason"] != "ok":
             await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
-            core.wakes.ring(run.run_id)
-        await self._lifecycle.exec_ended(record, outcome, result)
+            core.wakes.ring(run.run_id, flight.run)
+        await self._lifecycle.exec_ended(record, outcome, result, after)
         return result
 
     async def _finish(self, flight: _Flight, result: Json) -> None:
@@ -532,7 +533,8 @@ class Executor:
         except CorralError as error:
             if error.code != "conflict":
                 raise
-        self._execs.request_end(record.exec_id)
+            return
+        self._execs.request_end(record.exec_id, why)
 
     async def _update(self, flight: _Flight, changes: Json, audit: AuditRecord | None = None) -> RunRecord:
         flight.run = await self._core.store.update_run(

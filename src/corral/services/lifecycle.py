@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from corral import faults
 from corral.domain.facts import ExecFacts
@@ -20,13 +21,16 @@ from corral.domain.limits import LimitModes, Limits
 from corral.domain.placement import PlacementChoice, RuntimeFacts, choose
 from corral.domain.records import (
     AuditRecord,
+    CommandDone,
     CommandRecord,
+    Committed,
     EventRecord,
     ExecRecord,
     Idempotency,
     InstanceChange,
     InstanceRecord,
     LeaseChange,
+    LeaseRecord,
     SandboxRecord,
     SandboxView,
     Transition,
@@ -75,6 +79,14 @@ class Wanted:
         return max(1, round(self.ttl_s * 1000))
 
 
+class Plan:
+    """Transitions of one sandbox that will be committed together, and the view that they lead to."""
+
+    def __init__(self, view: SandboxView) -> None:
+        self.view = view
+        self.transitions: list[Transition] = []
+
+
 class Lifecycle:
     """See the module docstring."""
 
@@ -83,6 +95,14 @@ class Lifecycle:
         self._execs = execs
         self._providing: dict[str, asyncio.Task[SandboxView]] = {}
         self._destroying: dict[str, asyncio.Task[SandboxView]] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def _turn(self, sandbox_id: str) -> asyncio.Lock:
+        """Execs of one sandbox begin and end one after another here, or many at once would only conflict with each other."""
+        lock = self._turns.get(sandbox_id)
+        if lock is None:
+            lock = self._turns[sandbox_id] = asyncio.Lock()
+        return lock
 
     # -- transitions -----------------------------------------------------------------------------------------------------------
     async def view(self, sandbox_id: str, tenant_id: str | None = None) -> SandboxView:
@@ -109,22 +129,86 @@ class Lifecycle:
         args: Json | None = None,
     ) -> SandboxView:
         """Commit one transition over `view`; `conflict` when the sandbox moved on, `illegal_transition` outside the table."""
+        plan = Plan(view)
+        self.step(
+            plan,
+            event,
+            flags,
+            owner=owner,
+            ttl_ms=ttl_ms,
+            cause=cause,
+            changes=changes,
+            insert=insert,
+            ref=ref,
+            metadata=metadata,
+            audit=audit,
+            args=args,
+        )
+        return await self.commit(plan)
+
+    def step(
+        self,
+        plan: Plan,
+        event: str,
+        flags: Collection[str] = (),
+        *,
+        owner: str | None = None,
+        ttl_ms: int = 0,
+        cause: str = "lifecycle",
+        changes: Json | None = None,
+        insert: InstanceRecord | None = None,
+        ref: Json | None = None,
+        metadata: Json | None = None,
+        audit: AuditRecord | None = None,
+        args: Json | None = None,
+        done: tuple[CommandDone, ...] = (),
+        gone: str | None = None,
+    ) -> None:
+        """Add one transition to a plan. `done`: outcomes of earlier commands; `gone`: a condemned instance that is removed."""
+        view = plan.view
         row = view.sandbox
         step = decide(row.state, event, flags, remembered=row.remembered_state)
-        if not (step.changes_state or step.commands or step.lease or insert or changes):
-            return view
+        if not (step.changes_state or step.commands or step.lease or insert or changes or done):
+            return
         transition, instance = self._transition(view, step, owner, ttl_ms, cause, dict(changes or {}), insert, ref)
-        commands = self._commands(view, transition, step, args or {})
-        event_row = EventRecord(
-            row.sandbox_id, event, row.state, step.next_state, {"row": step.row, **(metadata or {})}
+        if gone is not None:
+            move = InstanceChange("move", instance_id=gone, expect=("condemned",), state="gone")
+            transition = replace(transition, instances=(*transition.instances, move))
+            instance = None
+        transition = replace(
+            transition,
+            event=EventRecord(row.sandbox_id, event, row.state, step.next_state, {"row": step.row, **(metadata or {})}),
+            commands=self._commands(view, transition, step, args or {}),
+            audit=audit,
+            done=done,
         )
+        sandbox = replace(row, **transition.changes, state=step.next_state, version=row.version + 1)
+        lease = view.lease
+        if transition.lease is not None and transition.lease.kind == "take":
+            now, token = self._core.now_ms(), fence_of(view).token + 1
+            lease = LeaseRecord(row.sandbox_id, transition.lease.owner, token, now, now, now + transition.lease.ttl_ms)
+        plan.transitions.append(transition)
+        plan.view = SandboxView(sandbox, lease, instance)
+
+    async def commit(self, plan: Plan) -> SandboxView:
+        """All of a plan in one transaction; -> the view after it."""
+        if not plan.transitions:
+            return plan.view
         faults.point("transition.before")
-        done = await self._core.store.commit_transition(
-            replace(transition, event=event_row, commands=commands, audit=audit)
-        )
+        done = await self._core.store.commit_transitions(plan.transitions)
+        return self._committed(plan, done)
+
+    def _committed(self, plan: Plan, done: Committed | None) -> SandboxView:
         faults.point("transition.after")
-        self._core.wakes.ring(row.sandbox_id)
-        return SandboxView(done.sandbox, done.lease, instance)
+        for transition in plan.transitions:
+            if transition.end_execs is not None:
+                self._execs.request_ends(transition.sandbox_id, transition.end_execs)
+        self._core.wakes.ring(plan.view.sandbox.sandbox_id)
+        return plan.view if done is None else SandboxView(done.sandbox, done.lease, plan.view.instance)
+
+    def finishing(self, kinds: Collection[str], outcome: Json, **match: Any) -> CommandDone:
+        """For `step(done=…)`: commands of ours of these kinds have this outcome."""
+        return CommandDone(tuple(kinds), self._core.worker, outcome, match)
 
     def _transition(
         self,
@@ -203,14 +287,20 @@ class Lifecycle:
             if command.kind in kinds and all(command.args.get(name) == value for name, value in match.items()):
                 await self._core.store.finish_command(command.command_id, self._core.worker, outcome)
 
-    async def retrying(self, sandbox_id: str, attempt: Callable[[SandboxView], Awaitable[SandboxView]]) -> SandboxView:
-        """`attempt` over a fresh view until no other transition came in between."""
+    async def retrying(
+        self,
+        sandbox_id: str,
+        attempt: Callable[[SandboxView], Awaitable[SandboxView]],
+        view: SandboxView | None = None,
+    ) -> SandboxView:
+        """`attempt` over `view`, then over fresh ones, until no other transition came in between."""
         for _ in range(RETRIES):
             try:
-                return await attempt(await self.view(sandbox_id))
+                return await attempt(view or await self.view(sandbox_id))
             except CorralError as error:
                 if error.code != "conflict":
                     raise
+                view = None
         raise CorralError("conflict", f"the sandbox {sandbox_id} changes all the time")
 
     # -- placement -------------------------------------------------------------------------------------------------------------
@@ -223,8 +313,8 @@ class Lifecycle:
         return choose(facts, placement.runtime, placement.isolation, floor, enforced)
 
     # -- creation --------------------------------------------------------------------------------------------------------------
-    async def record(self, wanted: Wanted, idempotency: Idempotency | None = None) -> SandboxRecord:
-        """The sandbox's row, made once per idempotency key."""
+    async def begin(self, wanted: Wanted, idempotency: Idempotency | None = None) -> tuple[SandboxView, bool]:
+        """The sandbox's row and its way to `provisioning`, made once per idempotency key; -> (view, whether by this call)."""
         core = self._core
         now = core.now_ms()
         sandbox = SandboxRecord(
@@ -244,14 +334,21 @@ class Lifecycle:
         )
         event = EventRecord(wanted.sandbox_id, "create", None, "requested", {"row": "1"})
         audit = AuditRecord(wanted.tenant_id, wanted.owner, "sandbox.created", wanted.sandbox_id, {})
-        made, _ = await core.store.create_sandbox(sandbox, event, audit, idempotency)
-        return made
+        plan = Plan(SandboxView(sandbox, LeaseRecord(wanted.sandbox_id, None, 0, now, now, now), None))
+        self.step(plan, "planning_started")
+        self.step(plan, "planned")
+        self._plan_instance(plan, wanted)
+        faults.point("transition.before")
+        made, fresh = await core.store.create_sandbox(sandbox, event, audit, idempotency, plan.transitions)
+        if not fresh:
+            return await self.view(made.sandbox_id), False
+        return replace(self._committed(plan, None), sandbox=made), True
 
-    async def provide(self, wanted: Wanted) -> SandboxView:
-        """The sandbox leased to its owner, from whatever state it is in; joins a call that is under way."""
+    async def provide(self, wanted: Wanted, view: SandboxView | None = None) -> SandboxView:
+        """The sandbox leased to its owner, from whatever state it is in; joins a call that is under way. `view`: as known now."""
         task = self._providing.get(wanted.sandbox_id)
         if task is None:
-            task = self._core.spawn(self._provide(wanted), f"{wanted.sandbox_id} provide")
+            task = self._core.spawn(self._provide(wanted, view), f"{wanted.sandbox_id} provide")
             self._providing[wanted.sandbox_id] = task
             task.add_done_callback(lambda _: self._providing.pop(wanted.sandbox_id, None))
         return await asyncio.shield(task)
@@ -275,10 +372,10 @@ class Lifecycle:
             one_shot=row.one_shot,
         )
 
-    async def _provide(self, wanted: Wanted) -> SandboxView:
-        if await self._core.store.get_sandbox(wanted.sandbox_id, None) is None:
-            await self.record(wanted)
-        view = await self.view(wanted.sandbox_id)
+    async def _provide(self, wanted: Wanted, view: SandboxView | None) -> SandboxView:
+        view = view or await self._core.store.get_sandbox(wanted.sandbox_id, None)
+        if view is None:
+            view, _ = await self.begin(wanted)
         while True:
             try:
                 match view.sandbox.state:
@@ -287,11 +384,13 @@ class Lifecycle:
                     case "planning":
                         view = await self.fire(view, "planned")
                     case "allocating":
-                        view = await self._begin_instance(view, wanted)
+                        plan = Plan(view)
+                        self._plan_instance(plan, wanted)
+                        view = await self.commit(plan)
                     case "provisioning":
                         view = await self._create(view, wanted)
                     case "locking":
-                        view = await self._lock(view)
+                        view = await self._lock(view, wanted)
                     case "ready":
                         view = await self.fire(view, "acquire", ["creator"], owner=wanted.owner, ttl_ms=wanted.ttl_ms)
                     case "leased" | "running":
@@ -308,8 +407,8 @@ class Lifecycle:
                     raise
                 view = await self.view(wanted.sandbox_id)
 
-    async def _begin_instance(self, view: SandboxView, wanted: Wanted) -> SandboxView:
-        core, incarnation = self._core, view.sandbox.incarnation + 1
+    def _plan_instance(self, plan: Plan, wanted: Wanted) -> None:
+        core, incarnation = self._core, plan.view.sandbox.incarnation + 1
         instance = InstanceRecord(
             instance_id=core.id("ins"),
             node_id=core.node.node_id,
@@ -322,8 +421,8 @@ class Lifecycle:
             incarnation=incarnation,
             born_at=core.now_ms(),
         )
-        return await self.fire(
-            view,
+        self.step(
+            plan,
             "miss",
             changes={"incarnation": incarnation},
             insert=instance,
@@ -350,15 +449,17 @@ class Lifecycle:
             faults.point("instance.create.after")
         except CorralError as error:
             return await self._create_failed(view, instance, error)
-        await self.done(row.sandbox_id, ("create_instance",), {"ok": True, "phases": report.phases})
-        return await self.fire(
-            view,
+        plan = Plan(view)
+        self.step(
+            plan,
             "provisioned",
             owner=wanted.owner,
             ttl_ms=wanted.ttl_ms,
             ref=report.ref,
             metadata={"phases": report.phases},
+            done=(self.finishing(("create_instance",), {"ok": True, "phases": report.phases}),),
         )
+        return await self.commit(plan)
 
     async def _create_failed(self, view: SandboxView, instance: InstanceRecord, error: CorralError) -> SandboxView:
         self._core.log(f"{instance.instance_id}: {error}")
@@ -374,7 +475,7 @@ class Lifecycle:
         await self.done(view.sandbox.sandbox_id, ("condemn_instance",), {"ok": True})
         return view
 
-    async def _lock(self, view: SandboxView) -> SandboxView:
+    async def _lock(self, view: SandboxView, wanted: Wanted) -> SandboxView:
         instance = view.instance
         assert instance is not None
         sandbox_id = view.sandbox.sandbox_id
@@ -388,77 +489,99 @@ class Lifecycle:
             await self.remove_instance(instance.instance_id, "fence_failed")
             await self.done(sandbox_id, ("condemn_instance",), {"ok": True})
             return view
-        await self.done(sandbox_id, ("fence",), {"ok": True})
-        view = await self.fire(view, "fenced")
-        return await self.fire(view, "bound")
+        plan = Plan(view)
+        self.step(plan, "fenced", done=(self.finishing(("fence",), {"ok": True}),))
+        self.step(plan, "bound")
+        self.step(plan, "acquire", ["creator"], owner=wanted.owner, ttl_ms=wanted.ttl_ms)
+        return await self.commit(plan)
 
     # -- execs -----------------------------------------------------------------------------------------------------------------
     async def exec_requested(
-        self, record: ExecRecord, fence: Fence, idempotency: Idempotency | None = None, tenant_id: str = "default"
+        self,
+        record: ExecRecord,
+        view: SandboxView,
+        *,
+        renew: tuple[str, int] | None = None,
+        idempotency: Idempotency | None = None,
+        tenant_id: str = "default",
+    ) -> tuple[ExecRecord, SandboxView | None]:
+        """The exec's row as `starting`, its sandbox `running` and, with `renew` = (owner, ttl_ms), the lease: one transaction.
+
+        An exec that an earlier call made under the key is returned, without a view. From here on its end may be requested.
+        """
+        fence = Fence(record.incarnation, record.lease_version)
+        about = {"exec_id": record.exec_id}
+
+        async def attempt(view: SandboxView) -> tuple[ExecRecord, SandboxView | None]:
+            plan = Plan(view)
+            self.step(plan, "exec_requested", args=about, metadata=about)
+            faults.point("transition.before")
+            made, done = await self._core.store.begin_exec(
+                record, fence, plan.transitions[0], renew=renew, idempotency=idempotency, tenant_id=tenant_id
+            )
+            if done is None:
+                return made, None
+            self._execs.expect(made)
+            return made, self._committed(plan, done)
+
+        async with self._turn(record.sandbox_id):
+            for _ in range(RETRIES):
+                try:
+                    return await attempt(view)
+                except CorralError as error:
+                    if error.code not in ("conflict", "lease_lost", "illegal_transition"):
+                        raise
+                    view = await self.view(record.sandbox_id)
+                    if view.sandbox.state in ENDING:
+                        raise gone(view) from error
+                    if error.code != "conflict":
+                        raise
+        raise CorralError("conflict", f"the sandbox {record.sandbox_id} changes all the time")
+
+    async def exec_ended(
+        self, record: ExecRecord, outcome: Outcome, result: Json, view: SandboxView | None = None
     ) -> ExecRecord:
-        """The exec's row as `starting`, and its sandbox `running`. An exec that an earlier call made under the key is returned."""
-        store = self._core.store
-        try:
-            made, fresh = await store.create_exec(record, fence, idempotency=idempotency, tenant_id=tenant_id)
-        except CorralError as error:
-            if error.code != "lease_lost":
-                raise
-            view = await self.view(record.sandbox_id)
-            if view.sandbox.state in ENDING:
-                raise gone(view) from error
-            raise
-        if not fresh:
-            return made
-        try:
-            await self.running(made)
-        except CorralError as error:
-            if error.code != "illegal_transition":
-                raise
-            changes = {"state": "never_started", "ended_at": self._core.now_ms()}
-            await store.update_exec(made.exec_id, expect_states=("starting",), changes=changes)
-            raise gone(await self.view(record.sandbox_id)) from error
-        return made
-
-    async def running(self, record: ExecRecord) -> SandboxView:
-        """The sandbox is `running` for this exec; safe to repeat after a restart."""
-
-        async def attempt(view: SandboxView) -> SandboxView:
-            return await self.fire(
-                view, "exec_requested", args={"exec_id": record.exec_id}, metadata={"exec_id": record.exec_id}
-            )
-
-        return await self.retrying(record.sandbox_id, attempt)
-
-    async def exec_ended(self, record: ExecRecord, outcome: Outcome, result: Json) -> ExecRecord:
-        """Store the result of an exec, then what follows for its sandbox."""
-        core = self._core
-        state = _final(outcome.facts, outcome.verdict.started)
-        try:
-            record = await core.store.update_exec(
-                record.exec_id,
-                expect_states=("starting", "running"),
-                changes={"state": state, "result": result, "ended_at": core.now_ms()},
-            )
-        except CorralError as error:
-            if error.code != "conflict":
-                raise
-        reason = outcome.verdict.reason
-        await self.done(record.sandbox_id, ("start_exec",), {"ok": True, "reason": reason}, exec_id=record.exec_id)
-
-        async def attempt(view: SandboxView) -> SandboxView:
-            if view.sandbox.state != "running":
-                return view
-            if not outcome.facts.killed_all:
-                return await self.fire(view, "kill_failed")
-            others = await core.store.open_execs(record.sandbox_id)
-            metadata = {"exec_id": record.exec_id, "reason": reason}
-            return await self.fire(view, "exec_ended", ["others_run"] if others else [], metadata=metadata)
-
-        view = await self.retrying(record.sandbox_id, attempt)
-        core.wakes.ring(record.exec_id)  # whoever is told of the end sees the sandbox as it is after it
-        if view.sandbox.state == "sanitizing" and not outcome.facts.killed_all:
+        """The result of an exec and what follows for its sandbox, in one transaction. `view`: the sandbox as last seen."""
+        core, facts, reason = self._core, outcome.facts, outcome.verdict.reason
+        changes = {"state": _final(facts, outcome.verdict.started), "result": result, "ended_at": core.now_ms()}
+        done = self.finishing(("start_exec",), {"ok": True, "reason": reason}, exec_id=record.exec_id)
+        metadata = {"exec_id": record.exec_id, "reason": reason}
+        async with self._turn(record.sandbox_id):
+            for _ in range(RETRIES):
+                view = view or await self.view(record.sandbox_id)
+                last, others = Plan(view), Plan(view)
+                if view.sandbox.state == "running":
+                    if facts.killed_all:
+                        self.step(last, "exec_ended", metadata=metadata)
+                        self.step(others, "exec_ended", ["others_run"], metadata=metadata)
+                    else:
+                        self.step(last, "kill_failed")
+                        others = last
+                faults.point("transition.before")
+                try:
+                    record = await core.store.end_exec(
+                        record.exec_id,
+                        changes=changes,
+                        done=[done],
+                        last=last.transitions[0] if last.transitions else None,
+                        others=others.transitions[0] if others.transitions else None,
+                    )
+                    self._committed(last, None)
+                    break
+                except CorralError as error:
+                    if error.code != "conflict":
+                        raise
+                view = None
+                row = await core.store.get_exec(record.exec_id, None)
+                if row is None or row.state not in ("starting", "running"):
+                    record = row or record  # it has had its end
+                    break
+            else:
+                raise CorralError("conflict", f"the sandbox {record.sandbox_id} changes all the time")
+        core.wakes.ring(record.exec_id, record)  # whoever is told of the end sees the sandbox as it is after it
+        if not facts.killed_all:
             core.spawn(self.destroy(record.sandbox_id, "unkillable"), f"{record.sandbox_id} unkillable", last=True)
-        if outcome.facts.guest_lost and not outcome.facts.sandbox_lost and outcome.facts.ended_by is None:
+        if facts.guest_lost and not facts.sandbox_lost and facts.ended_by is None:
             core.spawn(self.lost(record.sandbox_id, "guest_lost"), f"{record.sandbox_id} guest lost", last=True)
         return record
 
@@ -497,35 +620,50 @@ class Lifecycle:
         async def attempt(view: SandboxView) -> SandboxView:
             return await self.fire(view, event, cause=cause, metadata={"cause": cause}, audit=audit)
 
-        view = await self.retrying(sandbox_id, attempt)
-        if view.sandbox.state == "terminated":
-            return view
-        for record in await self._core.store.open_execs(sandbox_id):
-            self._execs.request_end(record.exec_id)
+        view: SandboxView | None = await self.retrying(sandbox_id, attempt)
         if (making := self._providing.get(sandbox_id)) is not None:
             await asyncio.wait({making})  # an instance that is half made is removed when its maker has stopped
+            view = None
         for pause_s in (*DESTROY_PAUSES_S, None):
-            view = await self.view(sandbox_id)
+            view = view or await self.view(sandbox_id)
             if view.sandbox.state == "terminated":
                 return view
-            if view.instance is None or await self.remove_instance(view.instance.instance_id, cause):
-                outcome = {"ok": True, "cause": cause}
-                await self.done(sandbox_id, EFFECTS, outcome)
-                view = await self.retrying(sandbox_id, self._sanitized)
-                break
-            await self.retrying(sandbox_id, lambda v: self.fire(v, "step_failed"))
+            if view.instance is None or await self._removed(view.instance.instance_id, cause):
+                return await self.retrying(sandbox_id, lambda seen: self._sanitized(seen, cause), view)
+            view = await self.retrying(sandbox_id, lambda v: self.fire(v, "step_failed"), view)
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
+                view = None
+        assert view is not None
         return view
 
-    async def _sanitized(self, view: SandboxView) -> SandboxView:
+    async def _sanitized(self, view: SandboxView, cause: str) -> SandboxView:
         if view.sandbox.state == "terminated":
             return view
-        changes = {"failure": view.sandbox.failure or "deleted"}
-        return await self.fire(view, "sanitized", ["evidence_ok"], changes=changes)
+        plan = Plan(view)
+        condemned = view.instance is not None and view.instance.state == "condemned"
+        self.step(
+            plan,
+            "sanitized",
+            ["evidence_ok"],
+            changes={"failure": view.sandbox.failure or "deleted"},
+            done=(self.finishing(EFFECTS, {"ok": True, "cause": cause}),),
+            gone=view.instance.instance_id if view.instance is not None and condemned else None,
+        )
+        return await self.commit(plan)
 
     async def remove_instance(self, instance_id: str, reason: str) -> bool:
         """Destroy a condemned instance; True when the host shows that nothing is left."""
+        if not await self._removed(instance_id, reason):
+            return False
+        try:
+            await self._core.store.update_instance(instance_id, expect_states=("condemned",), state="gone")
+        except CorralError as error:
+            if error.code not in ("conflict", "not_found"):
+                raise
+        return True
+
+    async def _removed(self, instance_id: str, reason: str) -> bool:
         try:
             faults.point("instance.destroy.before")
             evidence = await self._core.node.destroy(instance_id, reason)
@@ -534,13 +672,7 @@ class Lifecycle:
             return False
         if not evidence.clean:
             self._core.log(f"destroy {instance_id}: left {', '.join(evidence.left)}")
-            return False
-        try:
-            await self._core.store.update_instance(instance_id, expect_states=("condemned",), state="gone")
-        except CorralError as error:
-            if error.code not in ("conflict", "not_found"):
-                raise
-        return True
+        return evidence.clean
 
 
 def gone(view: SandboxView) -> CorralError:

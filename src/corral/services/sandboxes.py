@@ -80,19 +80,18 @@ class Sandboxes:
             ttl_s=guard.ttl_s,
             one_shot=False,
         )
-        record = await self._lifecycle.record(wanted, idempotency)
-        view = await self._lifecycle.view(record.sandbox_id)
-        if record.sandbox_id != wanted.sandbox_id:
+        view, fresh = await self._lifecycle.begin(wanted, idempotency)
+        if not fresh:
             wanted = self._lifecycle.wanted_of(view)
             if view.sandbox.state in ("sanitizing", "terminated"):
                 return view
-        view = await self._lifecycle.provide(wanted)
-        if not await core.store.list_execs(record.sandbox_id):
+        view = await self._lifecycle.provide(wanted, view)
+        if fresh or not await core.store.list_execs(wanted.sandbox_id):
             files = [(f.path, f.mode, f.content) for f in request.files]
             if files:
                 await core.node.put_files(instance_of(view), fence_of(view), files)
             await core.node.mark(instance_of(view))
-        return await self._lifecycle.view(record.sandbox_id)
+        return view
 
     async def page(
         self, caller: Caller, *, after: str | None, limit: int, ended: bool
@@ -119,36 +118,46 @@ class Sandboxes:
         except TimeoutError:
             return await self._lifecycle.view(sandbox_id)
 
-    async def usable(self, caller: Caller, sandbox_id: str, lease: str | None = None) -> SandboxView:
+    async def usable(self, caller: Caller, sandbox_id: str) -> SandboxView:
         """The sandbox, with the caller's lease renewed; else why it cannot be used."""
+        view = await self._alive(caller, sandbox_id)
+        await self._core.store.renew_lease(sandbox_id, caller.owner, fence_of(view), _ttl_ms(view))
+        return view
+
+    async def _alive(self, caller: Caller, sandbox_id: str, lease: str | None = None) -> SandboxView:
         view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
         row = view.sandbox
         if row.state in ENDING:
             raise gone(view)
         if row.state not in ALIVE:
             raise CorralError("conflict", f"the sandbox {sandbox_id} is {row.state}", hint="try again in a moment")
-        fence = fence_of(view)
         if lease is not None:
+            fence = fence_of(view)
             try:
                 given = Fence.parse(lease)
             except ValueError as error:
                 raise CorralError("invalid_value", "Corral-Lease is not <incarnation>.<lease_version>") from error
             if given != fence:
                 raise CorralError("lease_lost", f"the lease {given} is not the current one", hint="look at it again")
-        ttl_ms = max(1000, row.expires_at - row.created_at)
-        await self._core.store.renew_lease(sandbox_id, caller.owner, fence, ttl_ms)
         return view
 
     # -- execs -----------------------------------------------------------------------------------------------------------------
     async def start_exec(
-        self, caller: Caller, sandbox_id: str, document: Json, idempotency: Idempotency | None, lease: str | None
-    ) -> tuple[ExecRecord, float | None]:
-        """The exec's row, driven in the background; and how long the caller said that it waits."""
+        self,
+        caller: Caller,
+        sandbox_id: str,
+        document: Json,
+        idempotency: Idempotency | None,
+        lease: str | None,
+        wait_s: float | None,
+        default_wait_s: float,
+    ) -> ExecRecord:
+        """Start an exec, driven in the background, and wait as `wait_exec` does: `wait_s`, else what the document says."""
         core = self._core
         core.check_open()
         request = parse_exec(document, core.host)
         self._runner(request)
-        view = await self.usable(caller, sandbox_id, lease)
+        view = await self._alive(caller, sandbox_id, lease)
         sandbox_limits, _ = read_limits(view.sandbox.limits)
         check_user(core.policy, view.sandbox.template_id, request.user)
         limits = exec_limits(
@@ -164,24 +173,38 @@ class Sandboxes:
             created_at=core.now_ms(),
             attached=request.attached,
         )
-        record = await self._lifecycle.exec_requested(record, fence_of(view), idempotency, caller.tenant_id)
-        self.drive(record)
-        return record, request.wait_s
+        record, after = await self._lifecycle.exec_requested(
+            record,
+            view,
+            renew=(caller.owner, _ttl_ms(view)),
+            idempotency=idempotency,
+            tenant_id=caller.tenant_id,
+        )
+        self.drive(record, view=after)
+        if wait_s is None:
+            wait_s = default_wait_s if request.wait_s is None else request.wait_s
+        # A row of this very call has had no news yet: nothing ran between its commit and the listening.
+        return await self.wait_exec(caller, record.exec_id, wait_s, record if after is not None else None)
 
-    def drive(self, record: ExecRecord, grace_s: float = 0.0) -> None:
-        """Begin, or go on with, an exec in the background."""
+    def drive(self, record: ExecRecord, grace_s: float = 0.0, view: SandboxView | None = None) -> None:
+        """Begin, or go on with, an exec in the background. `view`: its sandbox as just committed."""
         if record.exec_id in self._driven or record.state not in OPEN_EXEC:
             return
         if record.attached:
             self._core.watchers.expect(record.exec_id, grace_s)
-        task = self._core.spawn(self._drive(record), record.exec_id)
+        self._execs.expect(record)
+        task = self._core.spawn(self._drive(record, view), record.exec_id)
         self._driven[record.exec_id] = task
-        task.add_done_callback(lambda _: self._driven.pop(record.exec_id, None))
+        task.add_done_callback(lambda _: self._left(record.exec_id))
 
-    async def _drive(self, record: ExecRecord) -> None:
+    def _left(self, exec_id: str) -> None:
+        self._driven.pop(exec_id, None)
+        self._execs.forget(exec_id)
+
+    async def _drive(self, record: ExecRecord, known: SandboxView | None) -> None:
         core = self._core
         watch = Stopwatch("preparing")
-        view = await self._lifecycle.view(record.sandbox_id)
+        view = known or await self._lifecycle.view(record.sandbox_id)
         _, modes = read_limits(view.sandbox.limits)
         request, limits = _read(record)
         instance_id = view.instance.instance_id if view.instance is not None else ""
@@ -215,7 +238,7 @@ class Sandboxes:
             watch=watch,
         )
         result = outcome.document(limits, modes, watch.timings(), url)
-        await self._lifecycle.exec_ended(record, outcome, result)
+        await self._lifecycle.exec_ended(record, outcome, result, known)
         core.watchers.forget(record.exec_id)
         if outcome.collected is not None:
             try:
@@ -235,25 +258,26 @@ class Sandboxes:
         await self._lifecycle.view(sandbox_id, caller.tenant_id)
         return await self._core.store.list_execs(sandbox_id)
 
-    async def wait_exec(self, caller: Caller, exec_id: str, seconds: float) -> ExecRecord:
-        """The exec when it has ended, or as it is after `seconds`. The caller counts as an attached client meanwhile."""
-        record = await self.get_exec(caller, exec_id)
+    async def wait_exec(
+        self, caller: Caller, exec_id: str, seconds: float, known: ExecRecord | None = None
+    ) -> ExecRecord:
+        """The exec when it has ended, or as it is after `seconds`. The caller counts as an attached client meanwhile.
+
+        `known`: its row, if nothing can have happened since it was committed.
+        """
+        record = known or await self.get_exec(caller, exec_id)
         if record.state not in OPEN_EXEC or seconds <= 0:
             return record
         until = asyncio.get_running_loop().time() + seconds
         with self._core.watchers.watching(exec_id), self._core.wakes.listen(exec_id) as woken:
             while True:
-                woken.clear()
-                record = await self.get_exec(caller, exec_id)
+                record = known or woken.look() or await self.get_exec(caller, exec_id)
+                known = None
                 left = until - asyncio.get_running_loop().time()
                 if record.state not in OPEN_EXEC or left <= 0:
                     return record
                 self._core.check_open()
-                try:
-                    async with asyncio.timeout(left):
-                        await woken.wait()
-                except TimeoutError:
-                    pass
+                await woken.wait(left)
 
     async def stream(self, caller: Caller, exec_id: str, cursor: str | None) -> AsyncIterator[StreamEvent]:
         """`started`, output from the node's cursor on, `ended`."""
@@ -298,14 +322,14 @@ class Sandboxes:
         """End it; answers when it has ended, at most 10 s later."""
         record = await self.get_exec(caller, exec_id)
         if record.state in OPEN_EXEC:
+            why = record.cancel_requested or why
             try:
-                await self._core.store.update_exec(
-                    exec_id, expect_states=OPEN_EXEC, changes={"cancel_requested": record.cancel_requested or why}
-                )
+                changes = {"cancel_requested": why}
+                await self._core.store.update_exec(exec_id, expect_states=OPEN_EXEC, changes=changes)
+                self._execs.request_end(exec_id, why)
             except CorralError as error:
                 if error.code != "conflict":
                     raise
-            self._execs.request_end(exec_id)
         return await self.wait_exec(caller, exec_id, 10.0)
 
     async def _running(self, caller: Caller, exec_id: str) -> ExecRecord:
@@ -382,6 +406,11 @@ class Sandboxes:
         assert runner is not None
         _, program = commands(runner, f"/workspace/{_code_path(runner, exec_id)}", request.args)
         return program, dict(runner.env)
+
+
+def _ttl_ms(view: SandboxView) -> int:
+    """How long a lease of the sandbox is renewed for."""
+    return max(1000, view.sandbox.expires_at - view.sandbox.created_at)
 
 
 def _code_path(runner: Runner | None, exec_id: str) -> str:
