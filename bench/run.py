@@ -216,7 +216,7 @@ class Bench:
             "CORRAL_STATE_DIR": str(state),
             "HOME": os.environ.get("HOME", "/"),
         }
-        argv = [sys.executable, "-m", "corral.cli.main", "run", "-c", "print(1)"]
+        argv = [sys.executable, "-c", "from corral.cli.main import main; main()", "run", "-c", "print(1)"]
         null = [(os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0)]
 
         def once() -> None:
@@ -229,7 +229,7 @@ class Bench:
         return Peer("corral-run", "ours: whole process `corral run -c 'print(1)'`, warm", "python", once)
 
     def version(self) -> Peer:
-        argv = [sys.executable, "-m", "corral.cli.main", "--version"]
+        argv = [sys.executable, "-c", "from corral.cli.main import main; main()", "--version"]
         null = [(os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0)]
 
         def once() -> None:
