@@ -1,9 +1,10 @@
 """The writable disk of one instance: a file-system image with hard byte and inode limits, or (without root) plain directories.
 
 Everything lies under fixed names, so `discard` finds it whatever state a crash left behind: `disk.img` (sparse image) in the
-instance's directory, `disk` (where it is mounted) in its place, which may be a mount of its own: a loop device tells the path of its
-file as long as the mount that the file was opened through is there, so that is not the place's. In `disk` are `workspace`, `home`, `var_tmp` for the sandbox's user. `disk/guest.log`
-is for the guest's own output: it counts against the disk, is not reachable from inside, and cannot fill the host.
+instance's directory, `disk` (where it is mounted) in its place, which may be a mount of its own: a loop device tells the path of
+its file only as long as the mount through which that was opened is there. `disk` has `workspace`, `home`, `var_tmp` for the
+sandbox's user; `disk/guest.log` is for the guest's own output: it counts against the disk, is not reachable from inside, and cannot
+fill the host.
 """
 
 from __future__ import annotations

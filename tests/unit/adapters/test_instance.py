@@ -118,14 +118,10 @@ def test_a_tree_is_shown_with_translated_owners_where_the_kernel_can_and_as_it_i
 
 
 def test_a_place_with_mounts_over_mounts_is_cleared(directory: str) -> None:
+    place = _instance.make_place(directory)
+    mounts.bind(place, place, read_only=False)
+    os.mkdir(f"{place}/root")
     for _ in range(2):
-        place = _instance.place_of(directory)
-        shutil.rmtree(place, ignore_errors=True) if not os.path.ismount(place) else None
-        if os.path.isdir(place):
-            mounts.bind(place, place, read_only=False)
-        else:
-            _instance.make_place(directory)
-        os.makedirs(f"{place}/root", exist_ok=True)
         mounts.bind("/proc/sys", f"{place}/root", read_only=True)
     assert len(mounts.mounts_below(directory)) == 4
     assert _instance.clear_place(directory) == []
