@@ -75,6 +75,7 @@ class Body:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._base: asyncio.Task[Stats] | None = None
 
     # -- connection ----------------------------------------------------------------------------------------------------
     @property
@@ -193,6 +194,28 @@ class Body:
                 return await self.runtime.stats(self.ref)
         except (CorralError, OSError, TimeoutError):
             return Stats()
+
+    def take_base(self) -> None:
+        """Begin to take the base line of the next exec, while nothing runs; not for after a transfer or beside a process left behind."""
+        self._base = asyncio.create_task(self._fresh_base())
+        self._tasks.add(self._base)
+        self._base.add_done_callback(self._spawned)
+
+    async def base(self) -> Stats:
+        """The counters before an exec that runs alone, the kernel's peaks begun anew."""
+        taken, self._base = self._base, None
+        if taken is None or self.background or self.transfers:
+            return await self._fresh_base()
+        return await taken
+
+    def drop_base(self) -> None:
+        """Something else has run inside since it was taken."""
+        self._base = None
+
+    async def _fresh_base(self) -> Stats:
+        with contextlib.suppress(CorralError, OSError):  # then the peak is the highest sample
+            await self.runtime.reset_peaks(self.ref)
+        return await self.stats()
 
     async def members(self) -> frozenset[tuple[int, int]]:
         """(pid on the host, start time) of everything inside."""

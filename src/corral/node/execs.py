@@ -64,6 +64,8 @@ class Exec:
         self.started_at: float | None = None
         self.ended_at: float | None = None
         self.closing = False
+        self.sent = False
+        """Whether the frame that starts it may have left."""
         self.accountable = True
         """Whether every process that began since this exec and is not in `older` must be its own."""
         self.older: frozenset[tuple[int, int]] = frozenset()
@@ -93,6 +95,7 @@ class Exec:
     async def _start(self, spec: dict[str, Any], fence: Fence) -> ExecStatus | None:
         try:
             client = await self.body.client()
+            self.sent = True
             return await client.start_exec(spec, fence=fence)
         except CorralError as error:
             if error.code not in ("guest_lost", "sandbox_lost"):
@@ -266,6 +269,8 @@ class Exec:
         self.body.execs.pop(self.exec_id, None)
         if not self.done.done():
             self.done.set_result(facts)
+        if not (self.body.execs or self.body.background or self.body.gone.is_set()):
+            self.body.take_base()
 
     def _facts(self, status: ExecStatus | None, infra: str | None) -> ExecFacts:
         lost = self.body.gone.is_set() or self.body.forsaken or self.body.destroying is not None

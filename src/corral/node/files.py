@@ -16,7 +16,7 @@ from corral.channel.client import ExecStatus
 from corral.domain.fence import Fence
 from corral.domain.ids import new_id
 from corral.errors import CorralError
-from corral.linux.guesttree import GuestTree
+from corral.linux.guesttree import GuestTree, in_thread
 from corral.linux.manifest import Change, Manifest, diff
 from corral.node.body import Body
 from corral.node.interpreter import INSIDE, PYTHON_ARGV
@@ -75,17 +75,17 @@ async def put(tree: HostTree, mark_path: str, items: Sequence[tuple[str, int, by
                         previous.entries[name] = current.entries[name]
             _save(mark_path, previous)
 
-    await asyncio.to_thread(work)
+    await in_thread(work)
 
 
 async def mark(tree: HostTree, mark_path: str) -> None:
     """The workspace as it is now becomes the base of the next `collect`."""
     guest = _workspace(tree)
-    await asyncio.to_thread(lambda: _save(mark_path, guest.scan(_load(mark_path))))
+    await in_thread(lambda: _save(mark_path, guest.scan(_load(mark_path))))
 
 
 async def collect(
-    tree: HostTree, mark_path: str, *, outputs: Sequence[str], max_bytes: int, into: str | None
+    tree: HostTree, mark_path: str, *, outputs: Sequence[str], max_bytes: int, into: str | None, mark: bool = False
 ) -> Collected:
     """See `ports.node.Node.collect`. Globs may be absolute (`/workspace/…`) or relative to the workspace."""
     guest = _workspace(tree)
@@ -95,6 +95,10 @@ async def collect(
         previous = _load(mark_path)
         now = guest.scan(previous)
         changes, more = diff(previous if previous is not None else Manifest(), now, MAX_CHANGES)
+        if mark and (
+            now.entries or changes or previous is None
+        ):  # an empty workspace that stays empty needs no new base
+            _save(mark_path, now)
         artifacts: list[dict[str, Any]] = []
         skipped: tuple[str, ...] = ()
         complete = now.complete
@@ -109,7 +113,7 @@ async def collect(
                 artifacts.append({"path": _shown(path), "size": size, "digest": f"sha256:{digest.hex()}"})
         return Collected(tuple(map(_change, changes)), more, tuple(artifacts), skipped, complete)
 
-    return await asyncio.to_thread(work)
+    return await in_thread(work)
 
 
 def _relative(glob: str) -> str:
@@ -156,6 +160,7 @@ class _Inside:
     async def start(self) -> None:
         """From here on `stop` must follow."""
         self.body.transfers += 1
+        self.body.drop_base()
         status = await (await self.body.client()).start_exec(self._spec, fence=self.fence)
         if status["state"] == "failed":
             failure = status["failure"]

@@ -39,6 +39,9 @@ from corral.ports.node import (
 )
 from corral.ports.runtime import Evidence, HostTree, Instance, Runtime, RuntimeInfo, Stats
 
+RECENT_SPOOLS = 32
+INLINE_BYTES = 64 * 1024
+"""What is read from a spool at once, without a thread."""
 BACKUP_CLOCK_S = 10.0
 """The guest ends an exec by itself this long after the host should have: for when no node lives."""
 ENVIRONMENT = {
@@ -77,6 +80,8 @@ class LocalNode:
         self._creating: dict[str, asyncio.Future[InstanceReport]] = {}
         self._destroying: dict[str, asyncio.Task[Evidence]] = {}
         self._execs: dict[str, Exec] = {}
+        self._spools: dict[str, Spool] = {}
+        """Of the execs that ended last, as they are asked for at once."""
         self._lost: asyncio.Queue[str] = asyncio.Queue()
         self._probes = Probes(os.path.join(self._state, "node", "probes.json"), self._runtimes)
 
@@ -387,9 +392,11 @@ class LocalNode:
             if spec.stdin:
                 job.spool.save_input(spec.stdin, not spec.stdin_open)
             await job.start(self._frame(spec, ids, body.limits.disk_bytes), fence)
-        except BaseException:
-            # The guest refused it or was never asked: it did not start, and the caller hears why.
+        except BaseException as error:
             self._execs.pop(spec.exec_id, None)
+            if job is not None and job.sent and not isinstance(error, CorralError):
+                raise  # cut short after the frame may have left: who asks later finds it in the journal, its outcome unknown
+            # The guest refused it or was never asked: it did not start, and the caller hears why.
             if job is not None:
                 job.spool.remove()
             with contextlib.suppress(CorralError):
@@ -453,8 +460,15 @@ class LocalNode:
             uid=data.get("uid"),
         )
         self._execs[exec_id] = job
-        job.done.add_done_callback(lambda _: self._execs.pop(exec_id, None))
+        job.done.add_done_callback(lambda _: self._over(exec_id))
         return job
+
+    def _over(self, exec_id: str) -> None:
+        job = self._execs.pop(exec_id, None)
+        if job is not None and job.spool.ended:
+            self._spools[exec_id] = job.spool
+            if len(self._spools) > RECENT_SPOOLS:
+                del self._spools[next(iter(self._spools))]
 
     def _entry(self, exec_id: str) -> ExecEntry:
         entry = self._journal.get_exec(exec_id)
@@ -503,7 +517,8 @@ class LocalNode:
     def _spool(self, exec_id: str) -> tuple[Spool, ExecEntry]:
         entry = self._entry(exec_id)
         job = self._execs.get(exec_id)
-        return (job.spool if job is not None else Spool(self._spool_path(exec_id), 0, ended=True)), entry
+        spool = job.spool if job is not None else self._spools.get(exec_id)
+        return spool or Spool(self._spool_path(exec_id), 0, ended=True), entry
 
     async def stream_exec(self, exec_id: str, cursor: str | None = None) -> AsyncIterator[Chunk | Gap]:
         spool, _ = self._spool(exec_id)
@@ -516,6 +531,8 @@ class LocalNode:
             facts = StreamFacts(**entry.facts[stream])
         else:
             facts = spool.facts(int(entry.data["limits"]["output_bytes"]))[stream]
+        if facts.head + facts.tail <= INLINE_BYTES:
+            return spool.head_and_tail(stream, facts)
         return await asyncio.to_thread(spool.head_and_tail, stream, facts)
 
     async def raw_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> AsyncIterator[bytes]:
@@ -531,6 +548,7 @@ class LocalNode:
         if exec_id in self._execs:
             raise CorralError("illegal_transition", f"exec {exec_id} still runs")
         if self._journal.get_exec(exec_id) is not None:
+            self._spools.pop(exec_id, None)
             await asyncio.to_thread(Spool(self._spool_path(exec_id), 0, ended=True).remove)
             self._journal.drop_exec(exec_id)
 
@@ -561,12 +579,14 @@ class LocalNode:
     async def mark(self, instance_id: str) -> None:
         await files.mark(self._tree(instance_id), self._mark_path(instance_id))
 
-    async def collect(self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None) -> Collected:
+    async def collect(
+        self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None, mark: bool = False
+    ) -> Collected:
         body = self._bodies.get(instance_id)
         if body is None:
             raise CorralError("not_found", f"instance {instance_id} is not here")
         return await files.collect(
-            body.tree, self._mark_path(instance_id), outputs=outputs, max_bytes=max_bytes, into=into
+            body.tree, self._mark_path(instance_id), outputs=outputs, max_bytes=max_bytes, into=into, mark=mark
         )
 
     async def stats(self, instance_id: str) -> Stats:

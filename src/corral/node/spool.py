@@ -59,23 +59,30 @@ class Spool:
     """
 
     def __init__(self, directory: str, limit: int, *, ended: bool = False) -> None:
-        """Make the spool, or open what is there; `ended`: nothing will be written."""
+        """Open what is there; what is not is made with the first byte. `ended`: nothing will be written."""
         self.directory = directory
         self.ended = ended
         self._limit = limit
         self._gone = False
         self._news = asyncio.Event()
         self._fds: list[int] = []
-        if not ended:
-            os.makedirs(directory, mode=0o700, exist_ok=True)
-            self._fds = [os.open(os.path.join(directory, name), _APPEND, 0o600) for name in (*STREAMS, "order")]
-        sizes = [self._size(stream) for stream in STREAMS]
+        sizes, order = [0, 0], b""
+        there = os.path.isdir(directory)
+        if there:
+            sizes = [self._size(stream) for stream in STREAMS]
+            order = self._read("order", 0, MAX_ENTRIES * _RECORD.size)
         self.on_disk: dict[Stream, int] = dict(zip(STREAMS, sizes, strict=True))
         self.produced: dict[Stream, int] = dict(self.on_disk)
-        self._order = _Order(self._read("order", 0, MAX_ENTRIES * _RECORD.size), sizes)
-        if not ended:
+        self._order = _Order(order, sizes)
+        if there and not ended:
+            self._open()
             os.ftruncate(self._fds[2], 0)
             _write_all(self._fds[2], self._order.pack())
+
+    def _open(self) -> None:
+        # Only when there is something to keep: a program that says nothing costs no file.
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        self._fds = [os.open(os.path.join(self.directory, name), _APPEND, 0o600) for name in (*STREAMS, "order")]
 
     def _size(self, name: str) -> int:
         try:
@@ -89,8 +96,10 @@ class Spool:
         if offset > known:
             raise CorralError("guest_lost", f"bytes {known}..{offset} of {stream} were never delivered")
         data = data[known - offset :] if offset < known else data
-        if not data or not self._fds:
+        if not data or self.ended:
             return
+        if not self._fds:
+            self._open()
         room = self._limit - self.on_disk[stream]
         kept = data[:room] if room > 0 else b""
         if kept:
@@ -117,6 +126,7 @@ class Spool:
 
     def save_input(self, data: bytes, eof: bool) -> None:
         """Keep standard input that was given at once, for a node that has to go on with it."""
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
         path = os.path.join(self.directory, "input-eof" if eof else "input")
         fd = os.open(path, _APPEND, 0o600)
         try:

@@ -54,12 +54,8 @@ class Meter:
 
     async def begin(self, *, alone: bool) -> None:
         """Take the base line; peaks of the kernel start anew when no other exec runs."""
-        if alone:
-            try:
-                await self._body.runtime.reset_peaks(self._body.ref)
-            except (CorralError, OSError):
-                pass  # then the peak is the highest sample
-        self.before = await self._body.stats()
+        base = await self._body.base() if alone else None
+        self.before = base or await self._body.stats()
 
     def watch(self, end: Callable[[str], None]) -> None:
         """Look at it until `end()` or `stop()`; `end` is called with the reason when a watched limit is passed."""

@@ -216,8 +216,13 @@ class Node(Protocol):
         """Remember the workspace as it is now: the base of the next `collect`."""
         ...
 
-    async def collect(self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None) -> Collected:
-        """Changes under /workspace since `mark` (files that we put count as there before), artifacts copied to directory `into`."""
+    async def collect(
+        self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None, mark: bool = False
+    ) -> Collected:
+        """Changes under /workspace since `mark` (files that we put count as there before), artifacts copied to directory `into`.
+
+        With `mark` what is found becomes the base of the next `collect`.
+        """
         ...
 
     async def stats(self, instance_id: str) -> Stats: ...

@@ -170,10 +170,12 @@ class Execs:
         outputs: tuple[str, ...] | None,
         into: str,
         watch: Stopwatch,
+        mark: bool = False,
     ) -> Outcome:
         """Start (or find) the exec, wait for its end, take its files; -> what happened. Writes the row's states, not its result.
 
-        `outputs` None = do not look at files. Never raises for what happens to the exec.
+        `outputs` None = do not look at files; `mark`: what is found is the base of the next exec's changes. Never raises for what
+        happens to the exec.
         """
         end = self._ends.setdefault(record.exec_id, _End(record))
         try:
@@ -193,7 +195,7 @@ class Execs:
         if verdict.started is not False:
             timeline = await self._timeline(record.exec_id)
             if outputs is not None and not facts.sandbox_lost and verdict.reason != "sandbox_deleted":
-                collected = await self._collect(instance_id, outputs, into)
+                collected = await self._collect(instance_id, outputs, into, mark)
         return Outcome(facts, verdict, collected, timeline)
 
     async def _attempt(
@@ -278,12 +280,12 @@ class Execs:
         except CorralError:
             return []
 
-    async def _collect(self, instance_id: str, outputs: tuple[str, ...], into: str) -> Collected | None:
+    async def _collect(self, instance_id: str, outputs: tuple[str, ...], into: str, mark: bool) -> Collected | None:
         try:
             if outputs:
                 os.makedirs(into, mode=0o700, exist_ok=True)
             return await self._core.node.collect(
-                instance_id, outputs=outputs, max_bytes=ARTIFACT_BYTES, into=into if outputs else None
+                instance_id, outputs=outputs, max_bytes=ARTIFACT_BYTES, into=into if outputs else None, mark=mark
             )
         except (CorralError, OSError) as error:
             self._core.log(f"collect {instance_id}: {error}")

@@ -448,6 +448,7 @@ class Executor:
             outputs=request.outputs if step == "program" else None,
             into=os.path.join(core.artifacts, run.run_id),
             watch=watch,
+            mark=request.keep,
         )
         faults.point("run.exec.after")
         hint = None

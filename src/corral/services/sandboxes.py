@@ -236,15 +236,11 @@ class Sandboxes:
             outputs=request.outputs,
             into=os.path.join(core.artifacts, record.exec_id),
             watch=watch,
+            mark=True,
         )
         result = outcome.document(limits, modes, watch.timings(), url)
         await self._lifecycle.exec_ended(record, outcome, result, known)
         core.watchers.forget(record.exec_id)
-        if outcome.collected is not None:
-            try:
-                await core.node.mark(instance_id)
-            except CorralError as error:
-                core.log(f"mark {instance_id}: {error}")
 
     async def get_exec(self, caller: Caller, exec_id: str) -> ExecRecord:
         """The exec; a foreign or unknown id is `not_found`."""

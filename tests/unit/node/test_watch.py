@@ -48,8 +48,8 @@ class StubBody:
     async def stats(self) -> Stats:
         return self._stats()
 
-    async def reset_peaks(self, ref: Any) -> None:
-        pass
+    async def base(self) -> Stats:
+        return self._stats()
 
 
 def meter(

@@ -209,7 +209,9 @@ class FakeNode:
 
     async def mark(self, instance_id: str) -> None: ...
 
-    async def collect(self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None) -> Collected:
+    async def collect(
+        self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None, mark: bool = False
+    ) -> Collected:
         return Collected((), False, ())
 
     async def stats(self, instance_id: str) -> Stats:
