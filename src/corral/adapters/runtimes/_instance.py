@@ -39,7 +39,8 @@ CONTROL_FD, EXEC_FILTER_FD, STATUS_FD, FILTER_FD, NAMESPACE_FD = 3, 4, 5, 6, 7
 # The socket comes as standard output, so that just it becomes descriptor 3: crun's --preserve-fds demands that what is passed begins
 # there without a gap, and that nothing is above.
 # $1 open files, $2 file size in blocks of 512 bytes or 0, $3 log, $4 mount to leave or "", $5 number of group files, then these, then
-# the files for descriptors 4, 5 and 6 or "", then the command.
+# the files for descriptors 4, 5 and 6 or "", then the command. Standard input is an empty pipe, never the host's /dev/null: crun gives
+# the standard streams to the sandbox's user, and that device file is everybody's.
 _SCRIPT = """
 umask 022
 ulimit -c 0
@@ -50,7 +51,8 @@ shift 5
 while [ "$count" -gt 0 ]; do echo 0 >"$1" || exit 93; shift; count=$((count - 1)); done
 [ -z "$leave" ] || umount "$leave" || exit 94
 read -r go namespace && [ "$go" = go ] || exit 90
-exec 3>&1 </dev/null >>"$log" 2>&1
+exec 3>&1 >>"$log" 2>&1 <<'END'
+END
 [ -z "$1" ] || exec 4<"$1"
 [ -z "$2" ] || exec 5>>"$2"
 [ -z "$3" ] || exec 6<"$3"
