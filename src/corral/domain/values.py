@@ -14,6 +14,8 @@ from corral.errors import CorralError
 
 MIN_MEMORY = 16 * MIB
 """Below this the program inside that serves a sandbox does not start."""
+MIN_PIDS = 8
+"""The program inside that serves a sandbox and its launcher count as well: crun does not start below 4 (measured)."""
 MAX_PIDS = 4_194_304
 MAX_WORD = 128 * KIB - 1
 """The kernel's own limit for one argument or environment entry."""
@@ -137,8 +139,8 @@ def cores(value: Any, at: str, host_cpus: float) -> float:
 def count(value: Any, at: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         invalid(at, f"pids is an integer, not {shown(value)}", _PIDS)
-    if not 0 < value <= MAX_PIDS:
-        invalid(at, f"pids is from 1 to {MAX_PIDS}, not {shown(value)}", _PIDS)
+    if not MIN_PIDS <= value <= MAX_PIDS:
+        invalid(at, f"pids is from {MIN_PIDS} to {MAX_PIDS}, not {shown(value)}", _PIDS)
     return value
 
 
