@@ -180,7 +180,8 @@ def _content(file: io.BufferedReader, size: int, path: str) -> Iterator[bytes]:
             )
         left -= len(block)
         yield block
-    yield bytes(-size % tarfile.BLOCKSIZE)
+    if padding := -size % tarfile.BLOCKSIZE:  # an empty block would say that the upload is over
+        yield bytes(padding)
 
 
 def _tree(src: str, name: str) -> Iterator[tuple[str, str]]:

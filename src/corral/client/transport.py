@@ -61,7 +61,7 @@ class Transport(Protocol):
         ...
 
     def upload(self, path: str, chunks: Iterable[bytes], params: Params | None = None, method: str = "PUT") -> Json:
-        """Send raw bytes, streamed; not repeated."""
+        """Send raw bytes, streamed; not repeated. Empty chunks mean nothing."""
         ...
 
     def close(self) -> None:
@@ -181,7 +181,8 @@ class Repeating:
         while True:
             single = self.current()
             try:
-                return single.upload(path, chunks, params, method)
+                # what is below takes an empty chunk for the end of the body
+                return single.upload(path, (chunk for chunk in chunks if chunk), params, method)
             except Cut as cut:
                 self.failed(single)
                 if cut.sent:

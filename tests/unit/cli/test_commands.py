@@ -6,11 +6,13 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from corral.client.transport import Repeating
 
 from .conftest import RUN, SANDBOX, Call, FakeTransport, refusal
 
@@ -185,6 +187,42 @@ def test_upload_is_a_tar_of_what_is_there(corral: Call, transport: FakeTransport
         }
         content = tar.extractfile("new/run.sh")
         assert content is not None and content.read() == b"\xff" * 1000
+
+
+def test_an_upload_holds_no_empty_block_whatever_the_sizes(
+    corral: Call, transport: FakeTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "y"
+    source.mkdir()
+    sizes = {"a": 2, "b": 0, "c": 512, "d": 1024, "e": 1}
+    for name, size in sizes.items():
+        (source / name).write_bytes(b"x" * size)
+    blocks: list[bytes] = []
+
+    def upload(path: str, chunks: Iterable[bytes], *_: Any) -> dict[str, Any]:
+        blocks.extend(chunks)
+        return {}
+
+    monkeypatch.setattr(transport, "upload", upload)
+    transport.blocks = refusal("not_found", "no such path")
+    assert corral("cp", str(source), f"{SANDBOX}:y").status == 0
+    assert all(blocks)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(blocks))) as tar:
+        assert {m.name: m.size for m in tar if m.isfile()} == {f"y/{name}": size for name, size in sizes.items()}
+
+
+def test_empty_chunks_of_an_upload_do_not_reach_what_sends_it() -> None:
+    class One(Repeating):
+        def current(self) -> Any:
+            return self
+
+        def upload(self, path: str, chunks: Iterable[bytes], params: Any = None, method: str = "PUT") -> dict[str, Any]:
+            return {"chunks": list(chunks)}
+
+    single = One()
+    outer = Repeating()
+    outer.current = lambda: single  # type: ignore[method-assign]
+    assert outer.upload("/x", [b"a", b"", b"c", b""]) == {"chunks": [b"a", b"c"]}
 
 
 def test_upload_into_a_directory_that_is_there_keeps_the_name(
