@@ -8,7 +8,8 @@ import click
 
 from corral.cli import artifacts, terminal, words
 from corral.cli.connection import opened
-from corral.cli.following import Interrupts, carry_out, explain
+from corral.cli.following import Ended, Interrupted, Interrupts, carry_out, explain
+from corral.client import Transport
 
 
 @click.command(
@@ -33,18 +34,33 @@ def command(ctx: click.Context, /, program: tuple[str, ...], as_json: bool, **gi
 
 def perform(interrupts: Interrupts, path: str, request: words.Json, given: words.Json, as_json: bool) -> int:
     """Submit, follow, print; shared with `exec`."""
-    chars = given["agent_view"]
+    chars, out = given["agent_view"], given["out"]
     view = None if not as_json and chars is None else words.view(chars)
+    if out is not None:
+        artifacts.check(out)
     with opened() as transport:
         ended = carry_out(transport, interrupts, path, request, view=view)
-        if given["out"] is not None:
-            artifacts.write(transport, ended.document, given["out"])
+        status = ended.status
+        if out is not None:
+            status = _write_artifacts(transport, ended, out)
         if as_json:
             terminal.put_json(ended.document)
-            return ended.status
+            return status
         if chars is not None:
             terminal.put(str(ended.document.get("agent_view") or ""))
         explain(ended)
         if given.get("keep") and ended.document.get("sandbox_id"):
             terminal.say(f"corral: kept {ended.document['sandbox_id']}")
-    return ended.status
+    return status
+
+
+def _write_artifacts(transport: Transport, ended: Ended, directory: str) -> int:
+    """The exit status with that: 125 if a program that succeeded left what could not be written. Never raises: the result counts."""
+    try:
+        failures = artifacts.write(transport, ended.document, directory)
+    except Interrupted as stopped:
+        terminal.say(f"corral: stopped while artifacts were written to {directory!r}")
+        return stopped.exit_status
+    for failure in failures:
+        terminal.complain(failure)
+    return ended.status or (125 if failures else 0)

@@ -193,6 +193,76 @@ def test_artifacts_are_written_below_the_directory_and_nowhere_else(
     assert not list(tmp_path.rglob("evil"))
 
 
+def artifacts_of(*paths: str) -> list[dict[str, Any]]:
+    return [{"path": path, "size": 1, "digest": "sha256:0", "url": "/v1/runs/r/artifacts" + path} for path in paths]
+
+
+def test_artifacts_do_not_pass_through_links_that_lie_in_the_directory(
+    corral: Call, transport: FakeTransport, tmp_path: Path
+) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "canary").write_text("safe")
+    real = tmp_path / "real"
+    (real / "sub").mkdir(parents=True)
+    (real / "d").symlink_to(tmp_path / "outside")
+    (real / "sub" / "e").symlink_to("..")
+    (real / "f").symlink_to(tmp_path / "canary")
+    (tmp_path / "o").symlink_to(real)  # the directory itself may be a link
+    transport.blocks = [b"new"]
+    names = ("d/x", "sub/e/x", "f", "fine")
+    transport.document = ended(artifacts=artifacts_of(*(f"/workspace/out/{name}" for name in names)))
+    said = corral("run", "--out", str(tmp_path / "o"), "--", "x")
+    assert said.status == 125
+    assert f"{tmp_path}/o/d': a symbolic link is in the way" in said.err
+    assert f"{tmp_path}/o/sub/e': a symbolic link is in the way" in said.err
+    assert list((tmp_path / "outside").iterdir()) == [] and not (real / "x").exists()
+    assert (tmp_path / "canary").read_text() == "safe"
+    assert (real / "f").read_text() == "new" and not (real / "f").is_symlink()
+    assert (real / "fine").read_text() == "new"
+    assert not list(real.rglob("*.part"))
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 125), (7, 7)])
+def test_an_artifact_that_cannot_be_written_does_not_lose_the_result(
+    corral: Call, transport: FakeTransport, tmp_path: Path, code: int, status: int
+) -> None:
+    (tmp_path / "o" / "name").mkdir(parents=True)
+    transport.blocks = lambda path: refusal("infra_error", "broke off") if path.endswith("lost") else [b"x"]
+    found = artifacts_of("/workspace/out/name", "/workspace/out/lost", "/workspace/out/other")
+    transport.document = ended("nonzero_exit" if code else "ok", code, artifacts=found)
+    said = corral("run", "--json", "--out", str(tmp_path / "o"), "--", "x")
+    assert (said.status, said.json["result"]["exit_code"]) == (status, code)
+    assert "o/name': Is a directory" in said.err and "broke off" in said.err
+    assert (tmp_path / "o" / "other").read_bytes() == b"x"
+
+
+def test_a_signal_while_artifacts_are_written_does_not_lose_the_result(
+    corral: Call, transport: FakeTransport, tmp_path: Path
+) -> None:
+    def blocks(path: str) -> list[bytes]:
+        signal.raise_signal(signal.SIGINT)
+        return []
+
+    transport.blocks = blocks
+    transport.document = ended(artifacts=artifacts_of("/workspace/out/a"))
+    said = corral("run", "--json", "--out", str(tmp_path / "o"), "--", "x")
+    assert (said.status, said.json["id"]) == (130, RUN)
+    assert list((tmp_path / "o").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["empty", "file", "below a file", "dangling"])
+def test_a_directory_for_artifacts_that_cannot_be_is_refused_before_the_run(
+    corral: Call, transport: FakeTransport, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    out = {"empty": "", "below a file": f"{tmp_path}/file/a/b"}.get(kind, f"{tmp_path}/{kind}")
+    for command in (["run"], ["exec", "sbx_1"]):
+        said = corral(*command, "--json", "--out", out, "--", "x")
+        assert (said.status, said.json["error"]["code"]) == (2, "usage")
+    assert transport.calls == []
+
+
 def test_kept_sandbox_is_named_on_stderr(corral: Call, transport: FakeTransport) -> None:
     said = corral("run", "--keep", "--", "x")
     assert (said.out, said.err) == (b"", f"corral: kept {SANDBOX}\n")
