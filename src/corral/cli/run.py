@@ -28,7 +28,8 @@ def command(ctx: click.Context, /, program: tuple[str, ...], as_json: bool, **gi
 
     Output comes through byte by byte and the exit status is the program's; see the reference for the rest.
     """
-    request = words.program(ctx, given, program, "command") | words.common(given)
+    what = words.program(ctx, given, program, "command")
+    request = what | words.common(given, what.get("code_path"))
     ctx.exit(perform(ctx.obj, "/v1/runs", request, given, as_json))
 
 

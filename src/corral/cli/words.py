@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import base64
 import os
-import stat
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
 
+from corral.cli import inputs
 from corral.domain.quantities import parse_seconds, shown
 from corral.errors import CorralError
 
 Json = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
-MAX_BODY = 32 * 1024 * 1024
 AGENT_VIEW_CHARS = 8000
 
 RESOURCES = ("timeout", "memory", "cpu", "pids", "disk", "tmp", "output_limit", "output_kill")
 _EXAMPLES = {"timeout": "60", "ttl": "3600", "cpu": "0.5", "pids": "128"}
 _NUMBERS = tuple(_EXAMPLES)
-_FILE = "name a file or directory that can be read: --file SRC[:DEST]"
 PLACES = ("runtime", "template", "isolation", "network", "session")
 
 _HELP = {
@@ -170,25 +168,12 @@ def program(ctx: click.Context, given: Json, words: Sequence[str], argv_field: s
     if ctx.meta["separator"] or argv_field == "argv":
         return {argv_field: list(words)}
     name, *args = words
-    document: Json = {"code": _read_code(name), "code_path": os.path.basename(name), "args": args}
+    document: Json = {"code": inputs.code_of(name), "code_path": os.path.basename(name), "args": args}
     return document | ({"language": language} if language else {})
 
 
-def _read_code(name: str) -> str:
-    try:
-        with open(name, "rb") as file:
-            return file.read(MAX_BODY + 1).decode("utf-8", "surrogateescape")
-    except (OSError, ValueError) as error:
-        hint = "to run a program of the sandbox, put -- before it"
-        raise CorralError("usage", f"cannot read {name!r}: {_why(error)}", field="FILE", hint=hint) from error
-
-
-def _why(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-
-
-def common(given: Json) -> Json:
-    """The members that have the same word on both sides; what was not said is left out."""
+def common(given: Json, code_path: str | None = None) -> Json:
+    """The members that have the same word on both sides; what was not said is left out. `code_path` is what FILE has taken."""
     document: Json = {}
     for name in (*RESOURCES, *PLACES, "cwd", "user", "ttl"):
         if given.get(name) is not None:
@@ -203,7 +188,7 @@ def common(given: Json) -> Json:
     if given.get("stdin") is not None:
         document["stdin_base64"] = _base64(_read_stdin(given["stdin"]))
     if given.get("file"):
-        document["files"] = _files(given["file"])
+        document["files"] = inputs.files_of(given["file"], code_path)
     return document
 
 
@@ -211,12 +196,19 @@ def _environment(pairs: Sequence[str]) -> dict[str, str]:
     env: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not name or not equals:
+        if not equals or not _is_name(name):
             raise CorralError(
                 "usage", f"--env {pair!r} is not K=V", field="--env", hint="for example --env LANG=C.UTF-8"
             )
         env[name] = value
     return env
+
+
+def _is_name(name: str) -> bool:
+    """Programs take odd names, but none that would break a line."""
+    return bool(name) and not any(
+        char.isspace() or not (char.isprintable() or "\udc80" <= char <= "\udcff") for char in name
+    )
 
 
 def _number(name: str, text: str) -> int | float:
@@ -243,69 +235,20 @@ def _read_stdin(source: str) -> bytes:
     try:
         if source == "-":
             with open(0, "rb", closefd=False) as file:
-                data = file.read(MAX_BODY + 1)
+                data = file.read(inputs.MAX_BODY + 1)
         else:
             with open(source, "rb") as file:
-                data = file.read(MAX_BODY + 1)
+                data = file.read(inputs.MAX_BODY + 1)
     except OSError as error:
         hint = "name a file that can be read, or - for the standard input"
-        raise CorralError("usage", f"cannot read {source!r}: {_why(error)}", field="--stdin", hint=hint) from error
-    if len(data) > MAX_BODY * 3 // 4:
+        raise CorralError(
+            "usage", f"cannot read {source!r}: {inputs.why(error)}", field="--stdin", hint=hint
+        ) from error
+    if len(data) > inputs.ROOM:
         raise CorralError(
             "too_large", "standard input is over 24 MiB", field="/stdin", hint="put it into a file with corral cp"
         )
     return data
-
-
-def _files(sources: Sequence[str]) -> list[Json]:
-    """Each file of `SRC[:DEST]`, in order; directories whole, modes kept."""
-    room = MAX_BODY * 3 // 4
-    found: list[Json] = []
-    for source in sources:
-        src, colon, dest = source.rpartition(":")
-        if not colon or (not os.path.lexists(src) and os.path.lexists(source)):
-            src, dest = source, ""
-        dest = dest or os.path.basename(os.path.abspath(src))
-        dest = "." if dest.rstrip("/") == "/workspace" else dest.removeprefix("/workspace/")
-        for path, inside in _walk(src, dest.rstrip("/") if os.path.isdir(src) else _file_name(src, dest)):
-            try:
-                with open(path, "rb") as file:
-                    facts = os.fstat(file.fileno())
-                    if not stat.S_ISREG(facts.st_mode):
-                        raise CorralError("usage", f"{path!r} is not a file or directory", field="--file", hint=_FILE)
-                    room -= facts.st_size
-                    data = b"" if room < 0 else file.read(facts.st_size + 1)
-            except OSError as error:
-                raise CorralError(
-                    "usage", f"cannot read {path!r}: {_why(error)}", field="--file", hint=_FILE
-                ) from error
-            if room < 0:
-                hint = "create a sandbox, copy them with corral cp, then use corral exec"
-                raise CorralError("too_large", "the files are over 24 MiB together", field="/files", hint=hint)
-            found.append(
-                {"path": inside, "mode": f"{stat.S_IMODE(facts.st_mode) & 0o777:04o}", "base64": _base64(data)}
-            )
-    return found
-
-
-def _file_name(src: str, dest: str) -> str:
-    return dest + os.path.basename(src) if dest.endswith("/") else dest
-
-
-def _walk(src: str, dest: str) -> list[tuple[str, str]]:
-    if not os.path.isdir(src):
-        return [(src, dest)]
-    pairs = []
-    for folder, folders, names in os.walk(src, onerror=_refuse):
-        folders.sort()
-        below = os.path.relpath(folder, src)
-        for name in sorted(names):
-            pairs.append((os.path.join(folder, name), os.path.normpath(os.path.join(dest, below, name))))
-    return pairs
-
-
-def _refuse(error: OSError) -> None:
-    raise CorralError("usage", f"cannot read {error.filename!r}: {_why(error)}", field="--file", hint=_FILE) from error
 
 
 def view(chars: str | None) -> Json:

@@ -420,10 +420,9 @@ class _Fields:
         total = 0
         for name, content in value.items():
             at = pointer("env", name)
-            if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-                invalid(
-                    at, f"{shown(name)} is no name of an environment variable", "a name without '=' and NUL, like LANG"
-                )
+            if not isinstance(name, str) or not name or any(c in "=\x7f\x85\u2028\u2029" or c <= " " for c in name):
+                hint = "a name without '=', spaces and control characters, like LANG"
+                invalid(at, f"{shown(name)} is no name of an environment variable", hint)
             if not isinstance(content, str):
                 invalid(at, f"the value of {shown(name)} is text, not {shown(content)}", "write numbers as text")
             if "\0" in content:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,87 @@ def test_the_last_colon_splits_source_and_destination(request_of: Any, tmp_path:
     assert request_of("run", "--file", f"{odd}:c", "--", "x")["files"][0]["path"] == "c"
 
 
+def test_the_last_colon_splits_also_when_a_file_has_the_whole_name(
+    corral: Call, request_of: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "a:b").write_text("x")
+    said = corral("run", "--file", f"{tmp_path}/a:b", "--", "x")
+    assert said.status == 2 and f"write '{tmp_path}/a:b:'" in said.err
+    assert request_of("run", "--file", f"{tmp_path}/a:b:", "--", "x")["files"][0]["path"] == "a:b"
+    (tmp_path / "a").write_text("y")
+    assert corral("run", "--file", f"{tmp_path}/a:b", "--", "x").status == 0
+
+
+def paths_of(document: dict[str, Any]) -> dict[str, bytes]:
+    return {f["path"]: base64.b64decode(f["base64"]) for f in document["files"]}
+
+
+def test_links_that_stay_inside_a_directory_are_sent_as_what_they_point_to(request_of: Any, tmp_path: Path) -> None:
+    tree = tmp_path / "t"
+    (tree / "d").mkdir(parents=True)
+    (tree / "d" / "f").write_text("x")
+    (tree / "l").symlink_to("d/f")
+    (tree / "absolute").symlink_to(tree / "d" / "f")
+    (tree / "m").symlink_to("d")
+    (tmp_path / "link").symlink_to("t")
+    expected = {name: b"x" for name in ("link/d/f", "link/l", "link/absolute", "link/m/f")}
+    assert paths_of(request_of("run", "--file", str(tmp_path / "link"), "--", "x")) == expected
+
+
+@pytest.mark.parametrize("target", ["../secret", "/etc/passwd", "..", "missing", ".", "d/..", "../t2/f"])
+def test_links_that_lead_out_of_a_directory_or_round_are_refused(
+    corral: Call, transport: FakeTransport, tmp_path: Path, target: str
+) -> None:
+    (tmp_path / "t" / "d").mkdir(parents=True)
+    (tmp_path / "t2").mkdir()
+    (tmp_path / "t2" / "f").touch()
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "t" / "d" / "evil").symlink_to(os.path.join("..", target) if target[0] != "/" else target)
+    said = corral("run", "--file", str(tmp_path / "t"), "--", "x")
+    assert said.status == 2
+    assert f"the link '{tmp_path}/t/d/evil' leads" in said.err and "corral cp" in said.err
+    assert transport.calls == []
+
+
+@pytest.mark.parametrize("place", ["file", "inside", "FILE"])
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_what_is_no_regular_file_is_refused_at_once(corral: Call, tmp_path: Path, kind: str, place: str) -> None:
+    odd = tmp_path / "odd"
+    if kind == "pipe":
+        os.mkfifo(odd)
+    else:
+        os.mknod(odd, stat.S_IFSOCK | 0o600)
+    words = {
+        "file": ["--file", str(odd), "--", "x"],
+        "inside": ["--file", str(tmp_path), "--", "x"],
+        "FILE": [str(odd)],
+    }
+    said = corral("run", *words[place])
+    assert said.status == 2
+    assert f"cannot read '{odd}': it is a {kind}, not a regular file" in said.err
+
+
+def test_empty_directories_are_said_not_to_go(corral: Call, transport: FakeTransport, tmp_path: Path) -> None:
+    (tmp_path / "t" / "e").mkdir(parents=True)
+    (tmp_path / "t" / "f").touch()
+    said = corral("run", "--json", "--file", f"{tmp_path}/t", "--", "x")
+    assert said.status == 0 and said.json
+    assert f"empty directories are not sent: '{tmp_path}/t/e'" in said.err
+    assert paths_of(transport.calls[0][2]) == {"t/f": b""}
+
+
+def test_file_and_a_file_of_the_same_destination_exclude_each_other(
+    corral: Call, transport: FakeTransport, tmp_path: Path
+) -> None:
+    (tmp_path / "p.py").touch()
+    (tmp_path / "q").touch()
+    for dest in ("p.py", "./p.py", "/workspace/p.py"):
+        said = corral("run", "--file", f"{tmp_path}/q:{dest}", f"{tmp_path}/p.py")
+        assert said.status == 2 and "would replace FILE" in said.err
+    assert transport.calls == []
+    assert corral("run", "--file", f"{tmp_path}/q:r", f"{tmp_path}/p.py").status == 0
+
+
 def test_workspace_prefix_of_a_destination_is_taken_off(request_of: Any, tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     document = request_of("run", "--file", f"{tmp_path}/f:/workspace/g", "--file", f"{tmp_path}:/workspace", "--", "x")
@@ -124,7 +206,12 @@ BAD = [
     (["run", "a\0b"], "usage", 2),
     (["run", "--env", "A", "--", "x"], "usage", 2),
     (["run", "--env", "=b", "--", "x"], "usage", 2),
+    (["run", "--env", "A\nB=1", "--", "x"], "usage", 2),
+    (["run", "--env", "A\x1b=1", "--", "x"], "usage", 2),
+    (["run", "--env", "A B=1", "--", "x"], "usage", 2),
     (["run", "--file", "/no/such", "--", "x"], "usage", 2),
+    (["run", "--file", ":d", "--", "x"], "usage", 2),
+    (["run", "--file", "", "--", "x"], "usage", 2),
     (["run", "--file", "/dev/null", "--", "x"], "usage", 2),
     (["run", "--stdin", "/no/such", "--", "x"], "usage", 2),
     (["run", "--agent-view=many", "--", "x"], "usage", 2),
