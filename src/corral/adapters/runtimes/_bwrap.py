@@ -34,8 +34,10 @@ _MASKED_FILES = (
     "sched_debug",
     "latency_stats",
     "config.gz",
+    "sysrq-trigger",
 )
 _MASKED_DIRECTORIES = ("acpi", "scsi", "asound", "fs", "driver")
+_READ_ONLY_DIRECTORIES = ("bus", "irq", "sys")
 
 Uids = Literal["two", "one", "user"]
 
@@ -78,6 +80,10 @@ def layout(limits: Limits, root: str, interpreter: str, disk: str, uids: Uids) -
     for name in _MASKED_DIRECTORIES:
         if os.path.isdir(f"/proc/{name}"):
             options += [*tmpfs("0555", 4096, f"/proc/{name}"), "--remount-ro", f"/proc/{name}"]
+    for name in _READ_ONLY_DIRECTORIES:
+        # Parameters of its own namespaces belong to whoever made them: with one id that is the program too.
+        if os.path.isdir(f"/proc/{name}"):
+            options += ["--ro-bind", f"/proc/{name}", f"/proc/{name}"]
     # /dev is a tmpfs without a size: read-only, so that its owner cannot fill memory with it.
     options += ["--dev", "/dev", *tmpfs("1777", sizes.shm, "/dev/shm"), "--remount-ro", "/dev"]  # noqa: S108
     options += [*tmpfs("1777", sizes.tmp, "/tmp"), *tmpfs("0755", sizes.run, "/run")]  # noqa: S108

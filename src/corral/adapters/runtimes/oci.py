@@ -24,6 +24,7 @@ _MASKED = (
     "acpi",
     "asound",
     "config.gz",
+    "fs",
     "interrupts",
     "kallsyms",
     "kcore",
@@ -36,7 +37,7 @@ _MASKED = (
     "timer_list",
     "timer_stats",
 )
-_READ_ONLY = ("bus", "fs", "irq", "sys")
+_READ_ONLY = ("bus", "irq", "sys")
 
 
 @dataclass(frozen=True)
