@@ -26,7 +26,7 @@ def find(
             found.append({"kind": kind, "id": name, "instance_id": instance_id, **more})
 
     directory = os.path.join(state_dir, "i")
-    for name in _names(directory):
+    for name in filter(_instance, _names(directory)):  # what is not named like ours is not ours
         add("directory", name, _instance(name), path=os.path.join(directory, name))
     for instance_id in condemned:
         add("instance", instance_id, instance_id)

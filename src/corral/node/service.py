@@ -159,6 +159,8 @@ class LocalNode:
                 infra = "the platform was interrupted while the program was being started"
                 self._journal.end_exec(one.exec_id, exec_life.facts_to_json(ExecFacts(None, infra=infra)))
                 continue
+            if (older := spec.get("older")) is not None:
+                job.older = frozenset((pid, began) for pid, began in older)
             if (before := spec.get("before")) is not None:
                 job.meter.before = Stats(**before)
             else:
@@ -317,7 +319,7 @@ class LocalNode:
             body.destroying = reason
             why = reason if reason in _ENDED_BY else "sandbox_deleted"
             for job in list(body.execs.values()):
-                if job.ended_by is None:
+                if job.ended_by is None and not body.gone.is_set():  # else PID 1 had ended before we ended it
                     job.ended_by = why
                     self._journal.ending(job.exec_id, why)
             with contextlib.suppress(CorralError, OSError):
@@ -405,6 +407,8 @@ class LocalNode:
         faults.point("node.exec.started")
         if job.started_at is not None:
             more = {"started_at": job.started_at, "before": dataclasses.asdict(job.meter.before)}
+            if job.older is not None:
+                more["older"] = sorted(job.older)
             self._journal.set_exec(spec.exec_id, "running", {**data, **more})
         if spec.stdin is not None and job.started_at is not None:
             body.spawn(self._feed(body, spec.exec_id, spec.stdin, not spec.stdin_open))
@@ -594,19 +598,27 @@ class LocalNode:
 
     # -- what is left over ---------------------------------------------------------------------------------------------
     async def leftovers(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self._find_leftovers)
-
-    def _find_leftovers(self) -> list[dict[str, Any]]:
-        owned = {key for key, entry in self._journal.instances.items() if entry.state != "condemned"}
-        return leftovers.find(
-            self._state,
-            self._installation,
-            owned=owned | set(self._creating) | set(self._bodies),
-            condemned=set(self._journal.instances) - owned,
-            execs=self._journal.exec_ids(),
+        owned, execs = self._owned(), self._journal.exec_ids()
+        condemned = set(self._journal.instances) - owned
+        found = await asyncio.to_thread(
+            leftovers.find, self._state, self._installation, owned=owned, condemned=condemned, execs=execs
         )
+        # What came, or began to be destroyed, while we looked is somebody's.
+        owned, execs = self._owned(), self._journal.exec_ids()
+        return [
+            item
+            for item in found
+            if item["instance_id"] not in owned and not (item["kind"] == "spool" and item["id"] in execs)
+        ]
+
+    def _owned(self) -> set[str]:
+        """Instances that somebody looks after, be it their end."""
+        kept = {key for key, entry in self._journal.instances.items() if entry.state != "condemned"}
+        return kept | set(self._creating) | set(self._bodies) | set(self._destroying)
 
     async def gc(self) -> dict[str, int]:
+        if self._destroying:
+            await asyncio.wait(set(self._destroying.values()), timeout=30.0)
         before = await self.leftovers()
         counts: dict[str, int] = {}
         for instance_id in {str(item["instance_id"]) for item in before if item["instance_id"]}:

@@ -96,6 +96,7 @@ class Watchers:
     def __init__(self) -> None:
         self._count: dict[str, int] = {}
         self._left: dict[str, float] = {}
+        self._grace: dict[str, float] = {}
 
     @contextmanager
     def watching(self, key: str) -> Iterator[None]:
@@ -108,17 +109,24 @@ class Watchers:
             if not self._count[key]:
                 del self._count[key]
                 self._left[key] = asyncio.get_running_loop().time()
+                self._grace.pop(key, None)
 
     def expect(self, key: str, grace_s: float = 0.0) -> None:
         """A client should come: count the time without one from now (plus `grace_s`)."""
-        self._left[key] = asyncio.get_running_loop().time() + grace_s
+        self._left[key] = asyncio.get_running_loop().time()
+        self._grace[key] = grace_s
 
     def alone_s(self, key: str) -> float:
-        """Seconds since the last client of `key` left; 0 while there is one."""
-        if key in self._count:
-            return 0.0
-        return max(0.0, asyncio.get_running_loop().time() - self._left.get(key, float("inf")))
+        """Seconds since the last client of `key` left and its grace was over; 0 while there is one."""
+        return max(0.0, (self.unwatched_s(key) or 0.0) - self._grace.get(key, 0.0))
+
+    def unwatched_s(self, key: str) -> float | None:
+        """How long this process has seen no client of `key`, without any grace; None while there is one, or none is expected."""
+        if key in self._count or key not in self._left:
+            return None
+        return max(0.0, asyncio.get_running_loop().time() - self._left[key])
 
     def forget(self, key: str) -> None:
         """The thing has ended."""
         self._left.pop(key, None)
+        self._grace.pop(key, None)

@@ -223,6 +223,12 @@ class Executor:
         """Attached runs for which nobody waits at this moment."""
         return [r for r in self.in_flight if r.attached and self._core.watchers.alone_s(r.run_id) > 0]
 
+    async def over(self, run_id: str) -> None:
+        """Returns when this process does not drive the run (any more)."""
+        flight = self._flights.get(run_id)
+        if flight is not None and flight.task is not None:
+            await asyncio.wait({flight.task})
+
     async def abandon(self, runs: list[RunRecord]) -> None:
         """At a stop: attached runs whose client was this very process are cancelled; the others go to the next owner."""
         tasks = {f.task for r in runs if (f := self._flights.get(r.run_id)) is not None and f.task is not None}
@@ -549,7 +555,9 @@ class Executor:
 
     async def _race(self, flight: _Flight, work: Any) -> Any:
         """`work`, unless the run is cancelled first; then the work ends by itself and what it made is destroyed afterwards."""
-        self._check(flight)
+        if flight.cancel.is_set():
+            work.close()
+            raise _Cancelled
         task = asyncio.ensure_future(work)
         asked = asyncio.ensure_future(flight.cancel.wait())
         try:

@@ -19,6 +19,8 @@ from corral.services.sandboxes import LIVING_STATES, OPEN_EXEC, Sandboxes
 Json = dict[str, Any]
 MAKING = ("requested", "planning", "allocating", "provisioning", "locking", "ready")
 PAGE = 500
+GC_WAIT_S = 60.0
+"""What gc waits at most for the end of what it cancelled: a template that is being built is not cut short."""
 EXPECTED: Json = {"modes": LimitModes().as_dict()}
 
 
@@ -142,8 +144,14 @@ class Upkeep:
 
     # -- gc and doctor ---------------------------------------------------------------------------------------------------------
     async def gc(self) -> Json:
-        """Finish interrupted removals, then have the node remove what no live instance owns; -> counts."""
+        """End what clients that are gone left running, finish removals, have the node remove what nobody owns; -> counts.
+
+        Owners may be short-lived, each too short to see that a client does not come back: this call stays until it knows.
+        """
         core = self._core
+        await self._end_abandoned()
+        if core.last:  # destructions under way, of what this call ended and of what had ended just before
+            await asyncio.wait(set(core.last), timeout=GC_WAIT_S)
         finished = 0
         for view in await self._living():
             if view.sandbox.state in ("sanitizing", "failed", "lost"):
@@ -153,6 +161,40 @@ class Upkeep:
             await self._lifecycle.remove_instance(instance.instance_id, "gc")
         removed = await core.node.gc()
         return {"removed": removed, "sandboxes": finished, "leftovers": await core.node.leftovers()}
+
+    async def _end_abandoned(self) -> None:
+        """Cancel each attached run and exec for which no client comes within the grace, and wait for their ends (bounded)."""
+        core = self._core
+        patience_s = core.delays["client_gone_s"]
+        ends: list[asyncio.Task[None]] = []
+        for run in self._executor.in_flight:
+            if run.attached:
+                ends.append(core.spawn(self._end_run(run, patience_s), f"{run.run_id} abandoned"))
+        for record in await core.store.open_execs():
+            if record.attached and record.run_id is None:
+                ends.append(core.spawn(self._end_exec(record, patience_s), f"{record.exec_id} abandoned"))
+        if ends:
+            await asyncio.wait(ends, timeout=patience_s + GC_WAIT_S)
+
+    async def _end_run(self, run: RunRecord, patience_s: float) -> None:
+        if run.cancel_requested is None:
+            if not await self._stays_alone(run.run_id, patience_s):
+                return
+            await self._executor.cancel(Caller(run.tenant_id, run.owner), run.run_id, "client_gone")
+        await self._executor.over(run.run_id)
+
+    async def _end_exec(self, record: ExecRecord, patience_s: float) -> None:
+        if await self._stays_alone(record.exec_id, patience_s):
+            view = await self._lifecycle.view(record.sandbox_id)
+            await self._sandboxes.cancel_exec(Caller(view.sandbox.tenant_id), record.exec_id, "client_gone")
+
+    async def _stays_alone(self, key: str, patience_s: float) -> bool:
+        """False as soon as somebody watches it, or it is over."""
+        while True:
+            alone_s = self._core.watchers.unwatched_s(key)
+            if alone_s is None or alone_s >= patience_s:
+                return alone_s is not None
+            await asyncio.sleep(min(0.1, patience_s - alone_s))
 
     async def doctor(self, *, fresh: bool = False) -> Json:
         """The document of `corral doctor`."""

@@ -223,3 +223,68 @@ async def test_stopping_cancels_an_attached_run_of_this_process(world, until):
     row = await world.store.get_run(run_id, "default")
     assert row.state == "finished" and row.reason == "cancelled"
     assert not world.node.live
+
+
+@pytest.fixture
+def patient():
+    """Delays as they are outside tests: no sweep comes to help within the life of a short-lived owner."""
+    return {"sweep_s": 60.0, "client_gone_s": 0.3, "takeover_client_gone_s": 60.0}
+
+
+async def test_gc_ends_what_a_killed_owner_left_running(world, until, patient):
+    document = {"command": ["sleep"], "attached": True}
+    run_id = (await world.call("POST", "/v1/runs", document, wait=0)).document["id"]
+    made = (await world.call("POST", "/v1/sandboxes", {})).document
+    path = f"/v1/sandboxes/{made['id']}/execs"
+    one = (await world.call("POST", path, {"argv": ["sleep"], "attached": True, "wait": 0})).document["id"]
+    detached = (await world.call("POST", path, {"argv": ["sleep"], "wait": 0})).document["id"]
+    await until(lambda: len(world.node.starts) == 3)
+    for _ in range(2):  # a short-lived owner in between changes nothing
+        await world.crash()
+        await world.start(**patient)
+    assert (await world.call("POST", "/v1/gc")).status == 200
+    run = (await world.call("GET", f"/v1/runs/{run_id}")).document
+    assert (run["state"], run["result"]["reason"]) == ("finished", "cancelled")
+    assert await terminated(world, run["sandbox_id"])
+    assert (await world.call("GET", f"/v1/execs/{one}")).document["result"]["reason"] == "cancelled"
+    assert (await world.call("GET", f"/v1/execs/{detached}")).document["state"] == "running"
+    assert len(world.node.live) == 1
+
+
+async def test_gc_leaves_alone_what_a_client_waits_for(world, until, patient):
+    await world.crash()
+    await world.start(**patient)
+    document = {"command": ["sleep"], "attached": True}
+    run_id = (await world.call("POST", "/v1/runs", document, wait=0)).document["id"]
+    await until(lambda: world.node.starts)
+    waiting = asyncio.create_task(world.call("GET", f"/v1/runs/{run_id}", wait=60))
+    await until(lambda: world.services.core.watchers.unwatched_s(run_id) is None)
+    await world.call("POST", "/v1/gc")
+    assert not await finished(world, run_id)
+    await world.call("POST", f"/v1/runs/{run_id}/cancel")
+    assert (await waiting).document["state"] == "finished"
+
+
+@pytest.mark.parametrize("attached", [True, False])
+async def test_a_run_cut_short_while_its_sandbox_is_made_has_a_driver_under_every_owner(
+    world, until, patient, attached
+):
+    world.node.create_gate = asyncio.Event()
+    document = {"command": ["print", "x"], "attached": attached}
+    run_id = (await world.call("POST", "/v1/runs", document, wait=0)).document["id"]
+    await until(lambda: world.node.creates)
+    for _ in range(3):
+        await world.crash()
+        await world.start(**patient)
+        assert [run.run_id for run in world.services.runs.in_flight] == [run_id]
+    if attached:
+        asyncio.get_running_loop().call_later(1.0, world.node.create_gate.set)
+        await world.call("POST", "/v1/gc")
+    else:
+        world.node.create_gate.set()
+        await until(lambda: finished(world, run_id))
+    run = (await world.call("GET", f"/v1/runs/{run_id}")).document
+    assert run["result"]["reason"] == ("cancelled" if attached else "ok")
+    await until(lambda: terminated(world, run["sandbox_id"]))
+    assert not world.node.live
+    assert len(world.node.starts) == (0 if attached else 1)
