@@ -16,6 +16,8 @@ MIN_MEMORY = 16 * MIB
 """Below this the program inside that serves a sandbox does not start."""
 MIN_PIDS = 8
 """The program inside that serves a sandbox and its launcher count as well: crun does not start below 4 (measured)."""
+MIN_DISK = 8 * MIB
+"""A file system refuses a large write with up to 2 MiB left: on a smaller disk that could not be told from one with room."""
 MAX_PIDS = 4_194_304
 MAX_WORD = 128 * KIB - 1
 """The kernel's own limit for one argument or environment entry."""

@@ -19,7 +19,11 @@ WATCHED_S = 0.1
 """Between two looks when a limit depends on them."""
 SAMPLE_S = 0.5
 """Between two looks that only serve peaks and transient hits."""
-FULL_BYTES = 1024 * 1024
+FULL_BYTES = 2 * 1024 * 1024
+"""What a file system of ours may still have free when it has refused a write: it takes memory in units of up to this size before it
+asks for blocks, so a large write fails with up to 2 MiB left (measured: 0.4 to 1.8 MiB; small writes leave none)."""
+FULL_SHARE = 4
+"""... but never more than this part of the disk: a program that fails on a disk that is half empty has another reason."""
 FULL_TMP_BYTES = 64 * 1024
 FULL_INODES = 16
 DISK_WALK_S = 0.5
@@ -109,7 +113,8 @@ class Meter:
                 return
             used = (info.f_blocks - info.f_bfree) * info.f_frsize
             self._disk_bytes = max(0, used - self._body.disk_base)
-            self._disk_full |= info.f_bavail * info.f_frsize < FULL_BYTES
+            free, size = info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize
+            self._disk_full |= free < min(FULL_BYTES, size // FULL_SHARE)
             self._inodes_full |= info.f_files > 0 and info.f_favail < FULL_INODES
         else:
             caps = Caps(entries=max(200_000, 2 * self._limits.inodes), seconds=seconds)
@@ -124,7 +129,7 @@ class Meter:
             if not use.complete:
                 # What was seen is a lower bound: look longer next time, or a tree that grows fast would never be over.
                 self._walk_s = min(2 * self._walk_s, LONGEST_WALK_S)
-            self._disk_full |= use.bytes > self._limits.disk_bytes - FULL_BYTES
+            self._disk_full |= use.bytes >= self._limits.disk_bytes  # one file may be as large as the limit, not larger
             self._inodes_full |= use.entries > self._limits.inodes - FULL_INODES
         self._tmp_full |= _tmp_is_full(self._body.pid1)
 

@@ -155,6 +155,7 @@ def test_bytes_that_are_not_utf8_travel_as_surrogates_or_base64():
         ({**CODE, "pids": 1.0}, "invalid_value", "/pids"),
         ({**CODE, "pids": 2**40}, "invalid_value", "/pids"),
         ({**CODE, "disk": 0}, "invalid_value", "/disk"),
+        ({**CODE, "disk": "7M"}, "invalid_value", "/disk"),
         ({**CODE, "output_limit": "2M", "output_kill": "1M"}, "invalid_value", "/output_kill"),
         ({**CODE, "timeout_s": 0}, "invalid_value", "/timeout_s"),
         ({**CODE, "timeout_s": -1}, "invalid_value", "/timeout_s"),

@@ -138,3 +138,28 @@ async def test_counters_are_differences_and_none_stays_none(place: Path) -> None
     measured = await one.end()
     assert (measured.usage.cpu_seconds, measured.usage.oom_kills, measured.cpu_throttled) == (2.5, 2, 5)
     assert (measured.usage.pids_limit_hits, measured.usage.peak_pids) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("size_mib", "free_kib", "full"),
+    [(8, 1600, True), (8, 2100, False), (10, 1548, True), (10, 5000, False), (64, 1724, True), (1024, 1800, True),
+     (1024, 3000, False), (2, 700, False)],
+)  # fmt: skip
+async def test_a_disk_is_full_when_it_has_less_left_than_a_refused_write_leaves(
+    place: Path, monkeypatch: pytest.MonkeyPatch, size_mib: int, free_kib: int, full: bool
+) -> None:
+    one, _ = meter(place, LimitModes(disk="enforced"))
+    body = cast("Any", one)._body
+    body.tree, body.disk_base = HostTree(str(place), UID, UID, "image"), 0
+    free = free_kib // 4
+    numbers = (4096, 4096, size_mib * 256, free, free, 1000, 900, 900, 0, 255)
+    monkeypatch.setattr(watch.os, "statvfs", lambda path: os.statvfs_result(numbers))
+    measured = await one.end()
+    assert measured.disk_full is full
+
+
+@pytest.mark.parametrize(("written", "full"), [(900_000, False), (1 << 20, True)])
+async def test_a_watched_disk_is_full_at_its_limit_not_near_it(place: Path, written: int, full: bool) -> None:
+    one, _ = meter(place, disk_bytes=1 << 20)
+    (place / "f").write_bytes(b"x" * written)
+    assert (await one.end()).disk_full is full
