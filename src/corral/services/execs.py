@@ -263,16 +263,21 @@ class Execs:
         finally:
             waiting.cancel()
 
-    async def _cancelled(self, exec_id: str) -> EndedBy | None:
-        row = await self._core.store.get_exec(exec_id, None)
-        return _End(row).why if row is not None else None
-
     async def _because(self, exec_id: str, facts: ExecFacts) -> ExecFacts:
-        """An exec that lost its sandbox because we destroyed it was ended by us, for that reason."""
-        if not facts.sandbox_lost or facts.exit_code is not None or facts.signal is not None or facts.ended_by:
+        """What an exec met because its sandbox was ending is told by why the sandbox ends: deleted by us, or lost."""
+        met = (facts.sandbox_lost or facts.guest_lost) and facts.ended_by is None
+        if not (met or facts.ended_by == "lease_lost") or facts.exit_code is not None or facts.signal is not None:
             return facts
-        why = await self._cancelled(exec_id)
-        return facts if why is None else replace(facts, ended_by=why)
+        row = await self._core.store.get_exec(exec_id, None)
+        if row is None:
+            return facts
+        if (why := _End(row).why) is not None:
+            return replace(facts, ended_by=why)
+        view = await self._core.store.get_sandbox(row.sandbox_id, None)
+        if view is None or view.sandbox.state not in ("sanitizing", "terminated", "lost"):
+            return facts
+        lost = view.sandbox.state == "lost" or "sandbox_lost" in (row.cancel_requested, view.sandbox.failure)
+        return replace(facts, ended_by=None, sandbox_lost=True) if lost else replace(facts, ended_by="sandbox_deleted")
 
     async def _timeline(self, exec_id: str) -> list[Json]:
         try:

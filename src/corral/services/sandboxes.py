@@ -121,8 +121,19 @@ class Sandboxes:
     async def usable(self, caller: Caller, sandbox_id: str) -> SandboxView:
         """The sandbox, with the caller's lease renewed; else why it cannot be used."""
         view = await self._alive(caller, sandbox_id)
-        await self._core.store.renew_lease(sandbox_id, caller.owner, fence_of(view), _ttl_ms(view))
+        try:
+            await self._core.store.renew_lease(sandbox_id, caller.owner, fence_of(view), _ttl_ms(view))
+        except CorralError as error:
+            raise await self._met(error, sandbox_id) from error
         return view
+
+    async def _met(self, error: CorralError, sandbox_id: str) -> CorralError:
+        """What a call met because the sandbox was ending under it is told by why the sandbox ends."""
+        if error.code in ("lease_lost", "guest_lost", "sandbox_lost", "sandbox_deleted", "not_found", "infra_error"):
+            view = await self._core.store.get_sandbox(sandbox_id, None)
+            if view is not None and view.sandbox.state in ENDING:
+                return gone(view)
+        return error
 
     async def _alive(self, caller: Caller, sandbox_id: str, lease: str | None = None) -> SandboxView:
         view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
@@ -366,7 +377,18 @@ class Sandboxes:
         """A tar stream of a path inside."""
         view = await self.usable(caller, sandbox_id)
         check_user(self._core.policy, view.sandbox.template_id, user)
-        return self._core.node.get_tar(instance_of(view), path, user)
+        return self._told(self._core.node.get_tar(instance_of(view), path, user), sandbox_id)
+
+    async def _told(self, blocks: AsyncIterator[bytes], sandbox_id: str) -> AsyncIterator[bytes]:
+        try:
+            async for block in blocks:
+                yield block
+        except CorralError as error:
+            raise await self._met(error, sandbox_id) from error
+        finally:
+            close = getattr(blocks, "aclose", None)
+            if close is not None:
+                await close()
 
     async def put_tar(
         self, caller: Caller, sandbox_id: str, blocks: AsyncIterator[bytes], path: str, user: str
@@ -374,9 +396,12 @@ class Sandboxes:
         """Unpack a tar stream inside; afterwards its files count as there before."""
         view = await self.usable(caller, sandbox_id)
         check_user(self._core.policy, view.sandbox.template_id, user)
-        await self._core.node.put_tar(instance_of(view), fence_of(view), blocks, path, user)
-        if not await self._core.store.open_execs(sandbox_id):
-            await self._core.node.mark(instance_of(view))
+        try:
+            await self._core.node.put_tar(instance_of(view), fence_of(view), blocks, path, user)
+            if not await self._core.store.open_execs(sandbox_id):
+                await self._core.node.mark(instance_of(view))
+        except CorralError as error:
+            raise await self._met(error, sandbox_id) from error
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
     def _runner(self, request: ExecRequest) -> Runner | None:
