@@ -37,6 +37,7 @@ CODES: dict[str, Code] = {
     "idempotency_conflict": Code(409, 125, False, "The idempotency key was used with another body"),
     "conflict": Code(409, 125, True, "The state changed meanwhile"),
     "illegal_transition": Code(409, 125, False, "The state does not allow this"),
+    "cancelled": Code(409, 130, False, "The call was stopped"),
     "lease_lost": Code(409, 125, False, "The lease is no longer held"),
     "lease_held": Code(409, 125, True, "Another owner holds the lease"),
     "cursor_gone": Code(410, 125, False, "The output before the spool's start is gone"),

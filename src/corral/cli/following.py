@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
-from corral.cli import terminal
+from corral.cli import leaving, terminal
 from corral.cli.terminal import OutputGone
 from corral.client import Event, Transport
 from corral.client.transport import quote
@@ -39,7 +39,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Signals as an exception, where that is safe: inside `hold` they wait; the second one ends the process at once."""
+    """Signals as an exception, where that is safe: inside `hold` and once `--json` has its document they wait.
+
+    The second one ends the process at once.
+    """
 
     def __init__(self) -> None:
         self._held = 0
@@ -50,7 +53,7 @@ class Interrupts:
     def installed(self) -> Iterator[Interrupts]:
         """Own SIGINT, SIGTERM and SIGHUP, unless the caller of this process has them ignored."""
         old = {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in leaving.SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 old[number] = signal.signal(number, self._arrived)
         try:
@@ -72,9 +75,9 @@ class Interrupts:
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         if self.seen is not None:
-            os._exit(128 + number)
+            leaving.leave(number)
         self.seen = number
-        if not self._held:
+        if not self._held and not leaving.answer.given:
             raise Interrupted(number)
 
 

@@ -1,146 +1,17 @@
-"""`corral`: one module per command, loaded when it is called. Errors and exit statuses are settled here, once.
-
-With `--json` stdout is exactly one JSON document in every case: a refusal without a run is `{"error": PROBLEM}`.
-"""
+"""The console script: guards first, then the command line and all that it needs."""
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
 
-import click
-
-from corral.cli import terminal
-from corral.cli.following import Interrupted, Interrupts, die_of
-from corral.cli.terminal import OutputGone
-from corral.errors import CorralError
-
-COMMANDS = {
-    "run": ("corral.cli.run", "Run code or a command in a fresh sandbox."),
-    "exec": ("corral.cli.exec", "Run a command in a sandbox that is there."),
-    "cp": ("corral.cli.cp", "Copy files into or out of a sandbox."),
-    "sandbox": ("corral.cli.sandbox", "Create, list, inspect and remove sandboxes."),
-    "logs": ("corral.cli.logs", "Print the output of a run or exec."),
-    "runs": ("corral.cli.runs", "List runs, show one."),
-    "cancel": ("corral.cli.cancel", "End a run or exec."),
-    "template": ("corral.cli.template", "List templates."),
-    "gc": ("corral.cli.gc", "Remove what no sandbox owns any more."),
-    "doctor": ("corral.cli.doctor", "Say what this host can do."),
-}
+from corral.cli import leaving
 
 
-class Commands(click.Group):
-    """The register above as a group: help needs no command's module, a call needs one."""
+def main() -> None:
+    """Run the command line of this process; raises SystemExit."""
+    arguments = sys.argv[1:]
+    leaving.guard(arguments)
+    from corral.cli import commands, terminal
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        command = importlib.import_module(COMMANDS[cmd_name][0]).command
-        assert isinstance(command, click.Command)
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
-            import difflib
-
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            meant = f" Did you mean {near[0]}?" if near else f" Commands: {', '.join(COMMANDS)}."
-            ctx.fail(f"No such command {args[0]!r}.{meant}")
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
-
-
-def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        from importlib.metadata import version
-
-        terminal.put(f"corral {version('corral')}\n")
-        ctx.exit()
-
-
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version."
-)
-@click.pass_context
-def corral(ctx: click.Context) -> None:
-    """Run untrusted code in hardened sandboxes and get an explained result."""
-    ctx.obj = ctx.with_resource(Interrupts().installed())
-
-
-def _wants_json(arguments: Sequence[str]) -> bool:
-    """Whether `--json` stands among our words; asked only when they could not be parsed."""
-    ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    return "--json" in ours
-
-
-def _usage(error: click.UsageError) -> CorralError:
-    path = error.ctx.command_path if error.ctx else "corral"
-    field = error.param.opts[0] if isinstance(error, click.BadParameter) and error.param else None
-    return CorralError("usage", error.format_message(), hint=f"see {path} --help", field=field)
-
-
-def _refuse(error: CorralError, as_json: bool) -> int:
-    if as_json:
-        terminal.put_json({"error": error.to_problem()})
-    else:
-        terminal.complain(error)
-    return error.exit_status
-
-
-def call(arguments: Sequence[str]) -> int:
-    """Run one command line, return its exit status."""
-    as_json = _wants_json(arguments)
-    try:
-        try:
-            with corral.make_context("corral", list(arguments)) as ctx:
-                corral.invoke(ctx)
-            return 0
-        except click.exceptions.Exit as end:
-            return end.exit_code
-        except click.exceptions.NoArgsIsHelpError as error:
-            told = CorralError("usage", "no command given", hint="the commands follow")
-            terminal.complain(told)
-            terminal.write(2, f"{error.format_message()}\n".encode())
-            return told.exit_status
-        except click.UsageError as error:
-            return _refuse(_usage(error), as_json)
-        except click.ClickException as error:
-            return _refuse(CorralError("usage", error.format_message(), hint="see corral --help"), as_json)
-        except KeyboardInterrupt as stopped:
-            return stopped.exit_status if isinstance(stopped, Interrupted) else 130
-        except CorralError as error:
-            return _refuse(error, as_json)
-        except OutputGone:
-            raise
-        except Exception as error:  # a defect of ours: say so in the form that was asked for
-            if os.environ.get("CORRAL_DEBUG"):
-                import traceback
-
-                traceback.print_exc()
-            detail = f"unexpected {type(error).__name__}: {error}"
-            hint = "set CORRAL_DEBUG=1 for the traceback"
-            return _refuse(CorralError("infra_error", detail, hint=hint, retryable=False), as_json)
-    except OutputGone as gone:
-        try:
-            die_of(gone)
-        except CorralError as error:
-            terminal.complain(error)
-            return error.exit_status
-
-
-def main() -> NoReturn:
-    """The console script."""
     terminal.claim_standard_streams()
-    sys.exit(call(sys.argv[1:]))
+    sys.exit(commands.call(arguments))

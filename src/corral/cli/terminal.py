@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from corral.cli.leaving import answer
 from corral.errors import CorralError
 
 Json = dict[str, Any]
@@ -74,6 +75,7 @@ def put_json(document: Any) -> None:
         data = json.dumps(document, ensure_ascii=False, indent=indent).encode()
     except UnicodeEncodeError:  # lone surrogates stand for bytes that are not UTF-8
         data = json.dumps(document, indent=indent).encode()
+    answer.given = True
     write(1, data + b"\n")
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
-from corral.cli import inputs
+from corral.cli import inputs, leaving
 from corral.domain.quantities import parse_seconds, shown
 from corral.errors import CorralError
 
@@ -56,7 +56,13 @@ def _apply(function: F, decorators: Sequence[Callable[[F], F]]) -> F:
 
 def json_option(function: F) -> F:
     """`--json`: stdout is exactly one JSON document."""
-    return click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON document.")(function)
+    told = "Print exactly one JSON document."
+    return click.option("--json", "as_json", is_flag=True, is_eager=True, callback=_note_json, help=told)(function)
+
+
+def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    leaving.answer.wanted = value  # now it is certain; a --json of the program is none of ours
+    return value
 
 
 def sandbox_options(function: F) -> F:

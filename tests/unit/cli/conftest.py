@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corral.cli import connection, main
+from corral.cli import commands, connection
 from corral.client import Event
 from corral.errors import CorralError
 
@@ -100,7 +100,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> FakeTransport:
 @pytest.fixture
 def corral(transport: FakeTransport, capfdbinary: pytest.CaptureFixture[bytes]) -> Call:
     def call(*arguments: str) -> Called:
-        status = main.call(arguments)
+        status = commands.call(arguments)
         out, err = capfdbinary.readouterr()
         return Called(status, out, err.decode())
 

@@ -339,7 +339,7 @@ def test_version_prints_one_line(corral: Call) -> None:
 
 
 def test_help_of_every_command_exits_0(corral: Call) -> None:
-    from corral.cli.main import COMMANDS
+    from corral.cli.commands import COMMANDS
 
     for name in COMMANDS:
         said = corral(name, "--help")
