@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,10 @@ DELAYS: dict[str, float] = {
     "takeover_client_gone_s": 15.0,
 }
 """Delays that an operator may set under `[delays]` of config.toml, in seconds."""
+
+
+DEFENCES = frozenset({"unsafe_no_seccomp", "unsafe_one_uid", "unsafe_dumpable_guest", "unsafe_no_landlock"})
+"""What tests may switch off, one by one, to show that it is what holds."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,21 @@ def load(state_dir: str | None = None, environ: Mapping[str, str] | None = None)
         templates=env.get("CORRAL_TEMPLATES") or settings.get("templates") or data_file("templates"),
         subuid_range=_range(env.get("CORRAL_SUBUID_RANGE") or settings.get("subuid_range")),
         runtimes=tuple(n.strip() for n in names.split(",") if n.strip()),
-        unsafe=frozenset(n.strip() for n in env.get("CORRAL_UNSAFE", "").split(",") if n.strip()),
+        unsafe=_unsafe(env.get("CORRAL_UNSAFE", "")),
         delays=delays,
     )
+
+
+def _unsafe(text: str) -> frozenset[str]:
+    """Names, separated by commas. Never quietly: who switches a defence off is told so each time."""
+    names = frozenset(name.strip() for name in text.split(",") if name.strip())
+    if unknown := sorted(names - DEFENCES):
+        hint = f"known are {', '.join(sorted(DEFENCES))}"
+        raise CorralError("invalid_value", f"no such defence: {', '.join(unknown)}", hint=hint, field="CORRAL_UNSAFE")
+    if names:
+        off = ", ".join(sorted(names))
+        print(f"corral: warning: CORRAL_UNSAFE switches defences off, for tests only: {off}", file=sys.stderr)
+    return names
 
 
 def _range(value: Any) -> tuple[int, int] | None:

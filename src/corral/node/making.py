@@ -58,6 +58,8 @@ async def make(
 ) -> Body:
     """A connected, identified instance, journalled as live with `facts`; a failure leaves nothing but its error."""
     data = {**facts, "ref": ref_to_json(runtime.partial_ref(directory, request.instance_id))}
+    if request.unsafe:
+        data["unsafe"] = sorted(request.unsafe)
     journal.put_instance(InstanceEntry(request.instance_id, "creating", request.fence, data))
     faults.point("node.create.journalled")
     body: Body | None = None
