@@ -102,6 +102,7 @@ async def test_eight_made_at_once_end_in_any_order_whoever_copied_their_mounts(s
     made = await asyncio.gather(*(create(runtime, spec(state, interpreter, installation)) for runtime in runtimes * 4))
     by_name = {runtime.name: runtime for runtime in runtimes}
     assert len(loops(state)) == 8
+    assert (os.stat("/dev/null").st_uid, os.stat("/dev/null").st_gid) == (0, 0), "given away with standard input"
     for instance in made:
         # Nothing of one is inside another, and a launch leaves nothing; what is about to end may take its moment.
         init, end = instance.ref.data["init"]["pid"], time.monotonic() + 20

@@ -38,6 +38,8 @@ CONTROL_FD, EXEC_FILTER_FD, STATUS_FD, FILTER_FD, NAMESPACE_FD = 3, 4, 5, 6, 7
 
 # The socket comes as standard output, so that just it becomes descriptor 3: crun's --preserve-fds demands that what is passed begins
 # there without a gap, and that nothing is above.
+# Its standard input is an empty pipe, not /dev/null: crun gives what it finds there to root of the user namespace, and so would make
+# over the host's device.
 # $1 open files, $2 file size in blocks of 512 bytes or 0, $3 log, $4 mount to leave or "", $5 number of group files, then these, then
 # the files for descriptors 4, 5 and 6 or "", then the command. Standard input is an empty pipe, never the host's /dev/null: crun gives
 # the standard streams to the sandbox's user, and that device file is everybody's.
