@@ -10,7 +10,7 @@ from corral.cli.following import Following, Interrupts
 
 
 @click.command()
-@click.argument("ident", metavar="ID")
+@click.argument("ident", type=words.IDENT, metavar="ID")
 @words.json_option
 @click.pass_obj
 def command(interrupts: Interrupts, ident: str, as_json: bool) -> None:

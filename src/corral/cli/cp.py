@@ -36,6 +36,8 @@ _LIKELY_SIDE = re.compile(r"(sbx_[^:/]*):(.*)", re.DOTALL)
 @words.json_option
 def command(src: str, dst: str, user: str | None, as_json: bool) -> None:
     """Copy SRC to DST; exactly one of them is ID:PATH. Directories are copied whole, - is a tar stream."""
+    if not src or not dst:
+        raise click.UsageError("SRC and DST must not be empty.")
     source, target = _side(src), _side(dst)
     if (source is None) == (target is None):
         raise click.UsageError("Exactly one of SRC and DST must be ID:PATH.")

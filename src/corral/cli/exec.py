@@ -12,7 +12,7 @@ from corral.client.transport import quote
 
 
 @click.command(cls=words.PassThroughAfterId, short_help="Run a command in a sandbox that is there.")
-@click.argument("sandbox_id", metavar="ID")
+@click.argument("sandbox_id", type=words.IDENT, metavar="ID")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="-- ARGV...")
 @words.program_options
 @click.pass_context

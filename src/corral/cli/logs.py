@@ -16,7 +16,7 @@ STREAMS = ("stdout", "stderr")
 
 
 @click.command()
-@click.argument("ident", metavar="ID")
+@click.argument("ident", type=words.IDENT, metavar="ID")
 @click.option("--stream", type=click.Choice(STREAMS), help="Only this stream, to our stdout.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until it ends.")
 @words.json_option

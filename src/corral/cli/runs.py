@@ -44,7 +44,7 @@ def ls(as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("run_id", metavar="ID")
+@click.argument("run_id", type=words.IDENT, metavar="ID")
 @click.option("--agent-view", is_flag=True, help="With the output as a model should read it.")
 @words.json_option
 def show(run_id: str, agent_view: bool, as_json: bool) -> None:

@@ -50,7 +50,7 @@ def ls(ended: bool, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("sandbox_id", metavar="ID")
+@click.argument("sandbox_id", type=words.IDENT, metavar="ID")
 @words.json_option
 def inspect(sandbox_id: str, as_json: bool) -> None:
     """Show one sandbox with its instance and history."""
@@ -66,7 +66,7 @@ def inspect(sandbox_id: str, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("sandbox_ids", nargs=-1, required=True, metavar="ID...")
+@click.argument("sandbox_ids", type=words.IDENT, nargs=-1, required=True, metavar="ID...")
 @words.json_option
 @click.pass_context
 def rm(ctx: click.Context, sandbox_ids: tuple[str, ...], as_json: bool) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import select
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ class OutputGone(Exception):
     """Whoever read our output has left (EPIPE), or it cannot be written (`cause` has the errno)."""
 
     def __init__(self, descriptor: int, cause: OSError) -> None:
-        super().__init__(f"cannot write to {'stdout' if descriptor == 1 else 'stderr'}: {cause.strerror}")
+        why = "it is closed" if cause.errno == errno.EBADF else cause.strerror
+        super().__init__(f"cannot write to {'stdout' if descriptor == 1 else 'stderr'}: {why}")
         self.broken_pipe = cause.errno == errno.EPIPE
 
 
@@ -34,8 +36,8 @@ def claim_standard_streams() -> None:
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+        except OSError:  # what is opened takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDONLY if descriptor == 1 else os.O_RDWR)  # a lost result must fail
 
 
 def write(descriptor: int, data: bytes) -> None:
@@ -55,6 +57,8 @@ def wait_writable(descriptor: int) -> None:
 
 def write_some(descriptor: int, view: memoryview) -> int:
     """As much as goes without blocking after `wait_writable`: what a pipe takes in one piece. -> bytes written."""
+    if _on_screen is not None:
+        _on_screen.stop()
     try:
         return os.write(descriptor, view[: select.PIPE_BUF])
     except BlockingIOError:
@@ -136,46 +140,59 @@ def _cell(value: Any) -> str:
 
 
 class Progress:
-    """Long set-up tells where it is; silent unless stderr is a terminal. Call it with (sentence, fraction or None)."""
+    """Long set-up tells where it is; silent unless stderr is a terminal. Call it with (sentence, fraction or None), from any thread.
+
+    The first byte that we write takes it off the screen for good.
+    """
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
+        self._over = False
+        self._guard = threading.RLock()  # a signal may find us inside
 
     def __call__(self, sentence: str, fraction: float | None) -> None:
-        if not os.isatty(2):
-            return
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bar
+        with self._guard:
+            if self._over or not os.isatty(2):
+                return
+            if self._bar is None:
+                self._start()
+            if fraction is None:
+                self._bar.update(self._task, description=plain(sentence), total=None)
+            else:
+                self._bar.update(self._task, description=plain(sentence), total=1.0, completed=fraction)
 
-            columns = (
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                BarColumn(24),
-                TimeElapsedColumn(),
-            )
-            self._bar = Bar(*columns, console=Console(file=sys.__stderr__), transient=True)
-            self._task = self._bar.add_task("", total=None)
-            self._bar.start()
-        if fraction is None:
-            self._bar.update(self._task, description=plain(sentence), total=None)
-        else:
-            self._bar.update(self._task, description=plain(sentence), total=1.0, completed=fraction)
+    def _start(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(24), TimeElapsedColumn())
+        self._bar = Bar(*columns, console=Console(file=sys.__stderr__), transient=True)
+        self._task = self._bar.add_task("", total=None)
+        self._bar.start()
 
     def stop(self) -> None:
-        """Take it off the screen."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        """Take it off the screen; nothing is shown any more."""
+        if self._over:
+            return
+        with self._guard:
+            self._over = True
+            bar, self._bar = self._bar, None
+            if bar is not None:
+                bar.stop()
+
+
+_on_screen: Progress | None = None
 
 
 @contextlib.contextmanager
 def progress() -> Iterator[Progress]:
     """A progress display that is gone afterwards."""
-    shown = Progress()
+    global _on_screen
+    _on_screen = shown = Progress()
     try:
         yield shown
     finally:
+        _on_screen = None
         shown.stop()

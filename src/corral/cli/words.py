@@ -54,6 +54,20 @@ def _apply(function: F, decorators: Sequence[Callable[[F], F]]) -> F:
     return function
 
 
+class Ident(click.ParamType[str]):
+    """An id as it was printed; what it names is for the service to say, but it names something."""
+
+    name = "id"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value or any(char.isspace() or char in "/\0" for char in value):
+            self.fail(f"{shown(value)} is no id.", param, ctx)
+        return str(value)
+
+
+IDENT = Ident()
+
+
 def json_option(function: F) -> F:
     """`--json`: stdout is exactly one JSON document."""
     told = "Print exactly one JSON document."

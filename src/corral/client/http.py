@@ -18,6 +18,7 @@ from corral.client.transport import Cut, Event, Json, Params, Repeating, Single
 from corral.errors import CorralError
 
 CONNECT_TIMEOUT_S = 10.0
+FIRST_PATIENCE_S = 3.0
 READ_TIMEOUT_S = 90.0
 """Longer than the longest `wait` we ask for and than the pause between comments of a stream."""
 BLOCK = 256 * 1024
@@ -54,6 +55,8 @@ class HttpTransport:
         self._connect = connect
         self._prefix = prefix
         self._key = key
+        self.answered = False
+        """True once anything has answered."""
 
     def _send(
         self,
@@ -87,7 +90,9 @@ class HttpTransport:
                 headers=fields,
                 encode_chunked=body is not None and not isinstance(body, bytes),
             )
-            return connection, connection.getresponse()
+            response = connection.getresponse()
+            self.answered = True
+            return connection, response
         except (OSError, HTTPException) as error:
             early = _early_answer(connection)
             if early is not None:
@@ -230,9 +235,16 @@ def _event(kind: str, cursor: str | None, doc: Json) -> Event:
 
 
 class _Url(Repeating):
-    def __init__(self, single: HttpTransport) -> None:
+    """A server that has answered once is waited for as long as it restarts; one that never did is probably not there."""
+
+    def __init__(self, single: HttpTransport, url: str) -> None:
         super().__init__()
         self._single = single
+        self.hint = f"check that a server listens on {url}"
+
+    @property
+    def patience_s(self) -> float:
+        return self._patience_s if self._single.answered else FIRST_PATIENCE_S
 
     def current(self) -> Single:
         return self._single
@@ -253,7 +265,8 @@ def open_url(url: str, key: str | None) -> Repeating:
     def connect() -> HTTPConnection:
         return kind(host, port, timeout=CONNECT_TIMEOUT_S)
 
-    return _Url(HttpTransport(connect, parts.path.rstrip("/"), key))
+    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"  # no user, no password
+    return _Url(HttpTransport(connect, parts.path.rstrip("/"), key), address)
 
 
 def unix_transport(directory: str, name: str = "api.sock") -> HttpTransport:

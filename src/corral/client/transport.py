@@ -99,8 +99,16 @@ class Single(Protocol):
 class Repeating:
     """Makes a transport out of single attempts: `current()` gives one to try, `failed()` is told when it broke off."""
 
+    hint: str | None = None
+    """What to do when nothing answers."""
+
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
+
+    @property
+    def patience_s(self) -> float:
+        """How long a call is repeated while nothing answers."""
+        return self._patience_s
 
     def current(self) -> Single:
         raise CorralError("infra_error", "no transport")
@@ -123,7 +131,7 @@ class Repeating:
         fields = dict(headers or {})
         if method == "POST":
             fields.setdefault("Idempotency-Key", os.urandom(16).hex())
-        backoff = _Backoff(self._patience_s)
+        backoff = _Backoff(self)
         while True:
             single = self.current()
             try:
@@ -140,12 +148,12 @@ class Repeating:
     def stream(self, path: str, params: Params | None = None) -> Iterator[Event]:
         wanted = dict(params or {})
         started = False
-        backoff = _Backoff(self._patience_s)
+        backoff = _Backoff(self)
         while True:
             single = self.current()
             try:
                 for event in single.stream(path, wanted):
-                    backoff = _Backoff(self._patience_s)
+                    backoff = _Backoff(self)
                     if event.cursor is not None:
                         wanted["cursor"] = event.cursor
                     if event.kind == "started":
@@ -166,7 +174,7 @@ class Repeating:
                 backoff.wait(error, self.pause)
 
     def download(self, path: str, params: Params | None = None) -> Iterator[bytes]:
-        backoff = _Backoff(self._patience_s)
+        backoff = _Backoff(self)
         while True:
             single = self.current()
             try:
@@ -177,7 +185,7 @@ class Repeating:
                 backoff.wait(cut, self.pause)
 
     def upload(self, path: str, chunks: Iterable[bytes], params: Params | None = None, method: str = "PUT") -> Json:
-        backoff = _Backoff(self._patience_s)
+        backoff = _Backoff(self)
         while True:
             single = self.current()
             try:
@@ -194,14 +202,17 @@ class Repeating:
 
 
 class _Backoff:
-    def __init__(self, patience_s: float) -> None:
-        self._until = time.monotonic() + patience_s
+    def __init__(self, repeating: Repeating) -> None:
+        self._repeating = repeating
+        self._since = time.monotonic()
         self._pause = 0.01
 
     def wait(self, cause: Exception, sleep: Callable[[float], object] = time.sleep) -> None:
-        if time.monotonic() >= self._until:
+        if time.monotonic() - self._since >= self._repeating.patience_s:
             if isinstance(cause, CorralError):
                 raise cause
-            raise CorralError("node_unavailable", f"the service does not answer: {cause}") from cause
+            raise CorralError(
+                "node_unavailable", f"the service does not answer: {cause}", hint=self._repeating.hint
+            ) from cause
         sleep(self._pause)
         self._pause = min(self._pause * 1.6, 0.5)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import stat
 import tarfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from corral.client.http import open_url
 from corral.client.transport import Repeating
+from corral.errors import CorralError
 
 from .conftest import RUN, SANDBOX, Call, FakeTransport, refusal
 
@@ -223,6 +227,19 @@ def test_empty_chunks_of_an_upload_do_not_reach_what_sends_it() -> None:
     outer = Repeating()
     outer.current = lambda: single  # type: ignore[method-assign]
     assert outer.upload("/x", [b"a", b"", b"c", b""]) == {"chunks": [b"a", b"c"]}
+
+
+def test_a_url_where_nothing_listens_is_told_soon() -> None:
+    with socket.socket() as taken:  # bound, not listening: refuses
+        taken.bind(("127.0.0.1", 0))
+        remote = open_url(f"http://me:secret@127.0.0.1:{taken.getsockname()[1]}/x", None)
+        began = time.monotonic()
+        with pytest.raises(CorralError) as refused:
+            remote.request("GET", "/v1/runs")
+    assert time.monotonic() - began < 15
+    assert refused.value.code == "node_unavailable"
+    assert refused.value.hint is not None and "127.0.0.1" in refused.value.hint and "secret" not in refused.value.hint
+    assert remote.patience_s < 10 < Repeating().patience_s
 
 
 def test_upload_into_a_directory_that_is_there_keeps_the_name(

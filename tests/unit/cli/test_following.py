@@ -324,12 +324,62 @@ def test_a_nonblocking_pipe_receives_every_byte() -> None:
     assert (child.wait(60), total) == (0, 40 * 65536)
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_standard_streams_are_no_reason_to_fail(closed: str) -> None:
+@pytest.mark.parametrize(
+    ("closed", "status"), [("<&-", 0), (">&-", 125), ("2>&-", 0), ("<&- >&- 2>&-", 125), (">&- 2>/dev/null", 125)]
+)
+def test_closed_standard_streams_lose_no_result_in_silence(closed: str, status: int) -> None:
     quoted = " ".join(["exec", "'" + sys.executable + "'", "-c", '"$SCRIPT"', closed])
     env = os.environ | {"SCRIPT": script(2)[2]}
     done = subprocess.run(["/bin/sh", "-c", quoted], env=env, timeout=60, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
+    if closed == ">&-":
+        assert done.stderr == b"cancelled\ncorral: infra_error: cannot write to stdout: it is closed\n"
+
+
+def test_what_writes_nothing_may_have_a_closed_stdout() -> None:
+    quoted = " ".join(["exec", "'" + sys.executable + "'", "-c", '"$SCRIPT"', ">&-"])
+    done = subprocess.run(["/bin/sh", "-c", quoted], env=os.environ | {"SCRIPT": script(0)[2]}, timeout=60)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_progress_is_off_the_screen_before_the_first_byte_of_output(stream: str) -> None:
+    program = f"""
+import sys
+from corral.cli import connection, main
+from corral.client import Event
+class Fake:
+    def request(self, method, path, json=None, params=None, headers=None):
+        return {{"id": "run_1", "state": "finished", "result": {{"reason": "ok", "exit_code": 0, "started": True, "hint": None}}}}
+    def stream(self, path, params=None):
+        progress("building", 0.5)
+        yield Event({stream!r}, "1", 0, b"FIRST")
+        progress("still building", 0.7)
+    def close(self): pass
+def connect(progress):
+    globals()["progress"] = progress
+    return Fake()
+connection.connect = connect
+sys.argv = ["corral", "run", "--", "x"]
+main.main()
+"""
+    master, slave = os.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm"}
+    )
+    os.close(slave)
+    screen = b""
+    try:
+        while block := os.read(master, 65536):
+            screen += block
+    except OSError:  # the other side is gone
+        pass
+    os.close(master)
+    assert child.wait(60) == 0, screen
+    before, _, after = screen.partition(b"FIRST")
+    assert b"building" in before and before.endswith((b"\x1b[2K", b"\x1b[?25h", b"\r"))
+    assert before.rindex(b"\x1b[2K") > before.rindex(b"building")
+    assert b"building" not in after
 
 
 def test_version_prints_one_line(corral: Call) -> None:
