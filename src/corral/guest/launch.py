@@ -1,13 +1,11 @@
-"""From a plan to a running main program: who it is, where, within which limits, and the exec itself.
+"""From a plan to the running main program: who it is, where, within which limits, and the exec itself.
 
-Two ways. `become_main` is a forked child that turns into the program. A *starter* is forked before there is a plan: it waits for one,
-turns into the exec's user for good, and starts the program by `vfork`, so that on the way to it nothing is copied. It is gone when
-the program runs, which then belongs to the starter's parent, the supervisor.
+All of this happens in a child of the supervisor, which becomes the program. It is forked with the plan in hand, or before there is
+one: then it does beforehand what all plans have in common, and waits.
 """
 
 from __future__ import annotations
 
-import _posixsubprocess
 import _signal  # type: ignore[import-not-found]  # `signal` itself would import enum
 import _socket
 import _struct
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 TIOCSCTTY = 0x540E
 DEFAULT_PATH = b"/usr/local/bin:/usr/bin:/bin"
 MAX_PACKED = 48 * 1024
-"""Plans above this are not handed to a starter."""
+"""Plans above this are not handed to a child that waits."""
 
 _LIMITS = {
     "nofile": resource.RLIMIT_NOFILE,
@@ -41,7 +39,6 @@ _LIMITS = {
 LIMIT_NAMES = frozenset(_LIMITS)
 
 _three = _struct.Struct("3i")
-_vfork_exec: Any = _posixsubprocess.fork_exec
 
 
 def pack(value: Any) -> bytes:
@@ -95,7 +92,7 @@ class Plan:
     umask: int
 
     def pack(self) -> bytes:
-        """What a starter does not know beforehand."""
+        """What a child that waits does not know beforehand."""
         return pack(
             (
                 self.argv,
@@ -113,7 +110,7 @@ class Plan:
 
 
 class Standard:
-    """What all plans for starters have in common, so that a starter can do it before there is one."""
+    """What most plans have in common, so that it can be done before there is one."""
 
     def __init__(self, seccomp: kernel.Filter | None, oom_score_adj: int) -> None:
         self.seccomp = seccomp
@@ -147,21 +144,12 @@ def _event_of(error: BaseException) -> dict[str, Any]:
     return Step("platform", OSError(number, ""), f"{type(error).__name__}: {error}").event()
 
 
-# -- a child that becomes the program ------------------------------------------------------------------------------------------------
 def become_main(plan: Plan, report: int) -> NoReturn:
-    """In a forked child. Failures go to `report`, packed; the exec closes it."""
+    """In a forked child. A failure goes to `report`, packed; the exec closes it."""
     try:
-        os.setsid()
-        os.dup2(plan.stdin, 0)
-        os.dup2(plan.stdout, 1)
-        os.dup2(plan.stderr, 2)
-        if plan.pty:
-            fcntl.ioctl(0, TIOCSCTTY, 0)
         _default_signals()
-        _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
-        os.umask(plan.umask)
         _score(plan.oom_score_adj, plan.dumpable)
-        _turn_into_user(plan)
+        _become(plan)
         kernel.no_new_privileges()
         if plan.confine_signals:
             kernel.landlock_confine_signals()
@@ -171,6 +159,72 @@ def become_main(plan: Plan, report: int) -> NoReturn:
     except BaseException as error:
         os.write(report, pack(_event_of(error)))
     os._exit(127)
+
+
+def await_plan(plans: _socket.socket, said: int, report: int, standard: Standard) -> NoReturn:
+    """In a forked child: become main as soon as there is a plan; end when the guest is gone.
+
+    `said` gets one byte when a plan was read (`k`: background processes are to be ended), so who finds none knows that nothing ran.
+    """
+    try:
+        gc.disable()
+        _signal.set_wakeup_fd(-1)
+        _default_signals()
+        _score(standard.oom_score_adj, dumpable=False)
+        kernel.no_new_privileges()
+        if standard.seccomp is not None:
+            standard.seccomp.install()
+        data, control, _, _ = plans.recvmsg(MAX_PACKED + 1, 64, _socket.MSG_CMSG_CLOEXEC)
+        if data:
+            plan = _unpack_plan(data, control)
+            os.write(said, b"k" if plan.background_kill else b"-")
+            if plan.oom_score_adj != standard.oom_score_adj:
+                _score(plan.oom_score_adj, dumpable=False)
+            _become(plan)
+            _execute(plan)
+    except BaseException as error:
+        os.write(report, pack(_event_of(error)))
+    finally:
+        os._exit(127)
+
+
+def _unpack_plan(data: bytes, control: list[tuple[int, int, bytes]]) -> Plan:
+    plan = Plan()
+    (
+        plan.argv,
+        plan.environment,
+        plan.cwd,
+        plan.uid,
+        plan.gid,
+        plan.umask,
+        plan.nice,
+        plan.oom_score_adj,
+        plan.limits,
+        plan.background_kill,
+    ) = unpack(data)
+    plan.stdin, plan.stdout, plan.stderr = _three.unpack(control[0][2])
+    plan.pty = False
+    return plan
+
+
+def _become(plan: Plan) -> None:
+    os.setsid()
+    os.dup2(plan.stdin, 0)
+    os.dup2(plan.stdout, 1)
+    os.dup2(plan.stderr, 2)
+    if plan.pty:
+        fcntl.ioctl(0, TIOCSCTTY, 0)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
+    os.umask(plan.umask)
+    if plan.nice:
+        os.nice(plan.nice)
+    for name, value in plan.limits.items():
+        _limit(_LIMITS[name], value)
+    _switch_user(plan.uid, plan.gid)
+    try:
+        os.chdir(plan.cwd)
+    except OSError as error:
+        raise Step("cwd", error, f"cannot change to the working directory: {error.strerror}") from None
 
 
 def _default_signals() -> None:
@@ -196,18 +250,6 @@ def _score(value: int, dumpable: bool) -> None:
             kernel.set_dumpable(False)
 
 
-def _turn_into_user(plan: Plan) -> None:
-    if plan.nice:
-        os.nice(plan.nice)
-    for name, value in plan.limits.items():
-        _limit(_LIMITS[name], value)
-    _switch_user(plan.uid, plan.gid)
-    try:
-        os.chdir(plan.cwd)
-    except OSError as error:
-        raise Step("cwd", error, f"cannot change to the working directory: {error.strerror}") from None
-
-
 def _limit(number: int, value: int) -> None:
     _, hard = resource.getrlimit(number)
     if hard != resource.RLIM_INFINITY:
@@ -231,130 +273,22 @@ def _switch_user(uid: int, gid: int) -> None:
         raise Step("user", error, f"cannot become {uid}:{gid}: {error.strerror}") from None
 
 
-def _candidates(plan: Plan) -> list[bytes]:
+def _execute(plan: Plan) -> NoReturn:
     name = plan.argv[0]
     if b"/" in name:
-        return [name]
-    path = plan.environment.get(b"PATH", DEFAULT_PATH)
-    return [(part or b".") + b"/" + name for part in path.split(b":")] if name else []
-
-
-class _Search:
-    """As execvp looks: on behind what is not there, but it is remembered that there was something that may not be run."""
-
-    def __init__(self) -> None:
-        self.failed = errno.ENOENT
-
-    def goes_on(self, number: int) -> bool:
-        if number in (errno.ENOENT, errno.ENOTDIR):
-            return True
-        self.failed = number
-        return number == errno.EACCES
-
-    def error(self, plan: Plan) -> Step:
-        shown = plan.argv[0].decode("utf-8", "surrogateescape")
-        reason = os.strerror(self.failed)
-        return Step("argv", OSError(self.failed, reason), f"{shown}: {reason}")
-
-
-def _execute(plan: Plan) -> NoReturn:
-    search = _Search()
-    for candidate in _candidates(plan):
+        candidates = [name]
+    else:
+        path = plan.environment.get(b"PATH", DEFAULT_PATH)
+        candidates = [(part or b".") + b"/" + name for part in path.split(b":")] if name else []
+    failed = OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+    for candidate in candidates:
         try:
             os.execve(candidate, plan.argv, plan.environment)  # noqa: S606
         except OSError as error:
-            if not search.goes_on(error.errno or errno.EIO):
-                break
-    raise search.error(plan)
-
-
-# -- a starter -----------------------------------------------------------------------------------------------------------------------
-def starter(plans: _socket.socket, report: int, standard: Standard) -> NoReturn:
-    """In a forked child of the supervisor: serve one plan, or none when the guest is gone.
-
-    `report` gets `(pid, background_kill, failure)` packed, `pid` 0 when there is a failure. Nothing of a program ran if it gets nothing
-    and this process left no child.
-    """
-    try:
-        gc.disable()
-        _signal.set_wakeup_fd(-1)
-        _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
-        _default_signals()
-        _score(standard.oom_score_adj, dumpable=False)
-        kernel.no_new_privileges()
-        if standard.seccomp is not None:
-            standard.seccomp.install()
-        data, control, _, _ = plans.recvmsg(MAX_PACKED + 1, 64, _socket.MSG_CMSG_CLOEXEC)
-        if data:
-            os.write(report, pack(_serve(data, control, standard)))
-    finally:
-        os._exit(0)
-
-
-def _serve(data: bytes, control: list[tuple[int, int, bytes]], standard: Standard) -> tuple[int, bool, Any]:
-    plan = Plan()
-    (
-        plan.argv,
-        plan.environment,
-        plan.cwd,
-        plan.uid,
-        plan.gid,
-        plan.umask,
-        plan.nice,
-        plan.oom_score_adj,
-        plan.limits,
-        plan.background_kill,
-    ) = unpack(data)
-    try:
-        plan.stdin, plan.stdout, plan.stderr = _three.unpack(control[0][2])
-        if plan.oom_score_adj != standard.oom_score_adj:
-            _score(plan.oom_score_adj, dumpable=False)
-        _turn_into_user(plan)
-        _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
-        return _spawn(plan), plan.background_kill, None
-    except BaseException as error:
-        return 0, plan.background_kill, _event_of(error)
-
-
-def _spawn(plan: Plan) -> int:
-    environment = [name + b"=" + value for name, value in plan.environment.items()]
-    search = _Search()
-    candidates = _candidates(plan)
-    for candidate in candidates:
-        if len(candidates) > 1:
-            try:
-                os.stat(candidate)
-            except OSError as error:
-                if search.goes_on(error.errno or errno.EIO):
-                    continue
-                break
-        pid, number = _fork_exec(plan, candidate, environment)
-        if number == 0:
-            return pid
-        os.waitpid(pid, 0)
-        if not search.goes_on(number):
-            break
-    raise search.error(plan)
-
-
-def _fork_exec(plan: Plan, program: bytes, environment: list[bytes]) -> tuple[int, int]:
-    """(pid, 0), or an errno where the program cannot be run. Without a change of user the interpreter uses vfork."""
-    read, write = os.pipe2(os.O_CLOEXEC)
-    try:
-        try:
-            pid = _vfork_exec(
-                plan.argv, [program], False, (), None, environment,
-                plan.stdin, -1, -1, plan.stdout, -1, plan.stderr, read, write,
-                True, True, -1, None, None, None, plan.umask, None, True,
-            )  # fmt: skip
-        except OSError as error:
-            raise Step("platform", error, f"the process cannot be made: {error.strerror}") from None
-        finally:
-            os.close(write)
-        told = os.read(read, 512)
-    finally:
-        os.close(read)
-    if not told:
-        return pid, 0
-    # "OSError:<errno in hex>:<what>"
-    return pid, int(told.split(b":")[1], 16) or errno.EIO
+            # As execvp does: look on, but remember that there was something that may not be run.
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                failed = error
+                if error.errno != errno.EACCES:
+                    break
+    shown = name.decode("utf-8", "surrogateescape")
+    raise Step("argv", failed, f"{shown}: {failed.strerror}")

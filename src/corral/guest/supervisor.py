@@ -1,8 +1,8 @@
 """The supervisor of an exec: a forked child of the guest that has main started, sees it end, and can end everything below it.
 
 It is a child subreaper, so whatever main leaves behind (double forks, new sessions) stays below it; it lives until none of that is
-left. After an exec of which nothing is left it may serve another: a starter below it (see `launch`) waits for the next plan. It talks
-to the guest over one packet socket: packed news out (`started`, `failed`, `exited`, `killed`), short commands in, each with the
+left. After an exec of which nothing is left it may serve another: then a child that will be the next main (`launch.await_plan`) waits
+below it. It talks to the guest over one packet socket: packed news out (`started`, `failed`, `exited`, `killed`), short commands in, each with the
 number of the exec that it is for (`K <turn> <grace ms>`, `S <turn> <signal>` to main, `T <turn> <signal>` to all).
 """
 
@@ -48,8 +48,9 @@ class _Supervisor:
         self.plans = plans
         self.standard = standard
         self.turn = 0
-        self.starter = 0
+        self.waiting = 0
         self.report = -1
+        self.said = -1
         self.main = 0
         self.main_ended = False
         self.background_kill = False
@@ -57,7 +58,6 @@ class _Supervisor:
         self.reusable = False
         self.commanded = False
         self.killed: set[tuple[int, int]] = set()
-        self.ends: dict[int, tuple[int, Any]] = {}
         self.poller = select.poll()
 
     def run(self, plan: launch.Plan | None, dumpable: bool) -> int:
@@ -77,7 +77,8 @@ class _Supervisor:
         wake, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         _signal.signal(_signal.SIGCHLD, lambda *_: None)
         _signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        self.poller.register(self.guest.fileno(), select.POLLIN)
+        guest = self.guest.fileno()
+        self.poller.register(guest, select.POLLIN)
         self.poller.register(wake, select.POLLIN)
         if plan is None:
             self._rest()
@@ -94,7 +95,9 @@ class _Supervisor:
             for fd, _ in self.poller.poll():
                 if fd == wake:
                     _drain(wake)
-                elif not self._command():
+                elif fd == self.report:
+                    self._launched()
+                elif fd == guest and not self._command():
                     # The guest is gone, and with it the sandbox: nothing may live on without it.
                     processes.end_tree(os.getpid(), time.monotonic() + KILL_PATIENCE_S, self.killed, self._reap)
                     return 0
@@ -106,7 +109,7 @@ class _Supervisor:
             if not self.reusable:
                 return False
             self._rest()
-        return self.main != 0 or self.starter != 0
+        return self.main != 0 or self.waiting != 0
 
     # -- start -------------------------------------------------------------------------------------------------------------------
     def _start(self, plan: launch.Plan) -> dict[str, Any] | None:
@@ -134,30 +137,32 @@ class _Supervisor:
         return failure
 
     def _rest(self) -> None:
-        """Nothing is left of the exec before: have a starter wait for the next one. Without one there is nothing to live for."""
+        """Nothing is left of the exec before: let the next main wait. Without one there is nothing to live for."""
         self.main = 0
         self.main_ended = self.reusable = self.commanded = False
         self.killed.clear()
-        self.ends.clear()
         plans = self.plans
         if plans is None:
             return
-        read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        report, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        said, said_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            self.starter = os.fork()
+            self.waiting = os.fork()
         except OSError as error:
-            os.close(read)
-            os.close(write)
+            for fd in (report, report_write, said, said_write):
+                os.close(fd)
             if self._plan_waits():
                 # Nobody has read it, and nobody will.
                 self.turn += 1
                 self._tell(launch.Step("platform", error, "the process cannot be made").event())
             return
-        if self.starter == 0:
+        if self.waiting == 0:
             self.guest.close()
-            launch.starter(plans, write, self.standard)
-        os.close(write)
-        self.report = read
+            launch.await_plan(plans, said_write, report_write, self.standard)
+        os.close(report_write)
+        os.close(said_write)
+        self.report, self.said = report, said
+        self.poller.register(report, select.POLLIN)
 
     def _plan_waits(self) -> bool:
         if self.plans is None:
@@ -167,40 +172,36 @@ class _Supervisor:
         except OSError:
             return False
 
-    def _launched(self) -> None:
-        """The starter is gone: what it told, or that it told nothing."""
-        read, self.report = self.report, -1
-        try:
-            told = os.read(read, 8192)
-        except OSError:
-            told = b""
-        os.close(read)
-        if not told:
-            self._starter_lost()
-            return
-        self.turn += 1
-        self.main, self.background_kill, failure = launch.unpack(told)
-        if failure is not None:
-            self._tell({**failure, "idle": True})
+    def _launched(self, end: tuple[int, Any] | None = None) -> None:
+        """The child that waited has turned into main, or is gone; `end` if it was reaped already."""
+        pid, report, said = self.waiting, self.report, self.said
+        failure, plan = _read(report), _read(said)
+        self.poller.unregister(report)
+        os.close(report)
+        os.close(said)
+        self.waiting, self.report, self.said = 0, -1, -1
+        if plan:
+            self.turn += 1
+            self.background_kill = plan == b"k"
+        if end is None and not (plan and not failure):
+            os.waitpid(pid, 0)
+        if failure:
+            self._tell({**launch.unpack(failure), "idle": True})
             self._rest()
-            return
-        self._tell({"event": "started", "pid": self.main, "at": _now_ms()})
-        end = self.ends.pop(self.main, None)
-        if end is not None:
-            self._end_of_main(*end)
-
-    def _starter_lost(self) -> None:
-        # Ended from outside. If it had begun to start something, nobody can say what became of it: that ends, and the guest is left to
-        # judge. If its plan was not read yet, another one serves it.
-        if _without_children() and self._plan_waits():
+        elif plan:
+            self.main = pid
+            self._tell({"event": "started", "pid": pid, "at": _now_ms()})
+            if end is not None:
+                self._end_of_main(*end)
+        elif self._plan_waits():
             self._rest()
         else:
-            processes.end_tree(os.getpid(), time.monotonic() + KILL_PATIENCE_S, self.killed, self._reap)
+            # Ended from outside, before it had a plan or while it read one: the guest knows whether it gave one.
             os._exit(70)
 
     # -- watch -------------------------------------------------------------------------------------------------------------------
     def _reap(self) -> None:
-        launched = False
+        end = turned = None
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -210,16 +211,14 @@ class _Supervisor:
             self.childless = False
             if pid == 0:
                 break
-            if pid == self.starter:
-                self.starter = 0
-                launched = True
-            elif self.main in (0, pid):
-                # Whose end it is may only be known when the starter has told.
-                self.ends[pid] = (status, usage)
-        if launched:
-            self._launched()
-        elif not self.main_ended and self.main in self.ends:
-            self._end_of_main(*self.ends.pop(self.main))
+            if pid == self.main and not self.main_ended:
+                end = status, usage
+            elif pid == self.waiting:
+                turned = status, usage
+        if end is not None:
+            self._end_of_main(*end)
+        elif turned is not None:
+            self._launched(turned)
 
     def _end_of_main(self, status: int, usage: Any) -> None:
         self.main_ended = True
@@ -258,10 +257,9 @@ class _Supervisor:
         if not message:
             return False
         kind, turn, number = _split(message)
-        if turn == self.turn + 1 and self.starter:
+        if turn == self.turn + 1 and self.waiting:
             # Its plan was sent before: a moment, and there is something to command.
-            os.waitpid(self.starter, 0)
-            self.starter = 0
+            select.select([self.report], [], [])
             self._launched()
         if turn != self.turn or not self.main or self.reusable:
             return True  # that exec is over, and nothing of it is left
@@ -315,12 +313,11 @@ class _Supervisor:
             pass
 
 
-def _without_children() -> bool:
+def _read(fd: int) -> bytes:
     try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return True
-    return False
+        return os.read(fd, 4096)
+    except BlockingIOError:
+        return b""
 
 
 def _split(message: bytes) -> tuple[bytes, int, int]:

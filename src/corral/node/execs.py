@@ -68,7 +68,8 @@ class Exec:
         """Whether the frame that starts it may have left."""
         self.accountable = True
         """Whether every process that began since this exec and is not in `older` must be its own."""
-        self.older: frozenset[tuple[int, int]] = frozenset()
+        self.older: frozenset[tuple[int, int]] | None = None
+        """What earlier execs had left when this one began; None where that is not known any more."""
         self._uid = uid
         self._grace_s = grace_s
         self._background = background
@@ -83,8 +84,7 @@ class Exec:
         self.body.execs[self.exec_id] = self
         try:
             await self.meter.begin(alone=len(self.body.execs) == 1)
-            if self.body.background:
-                self.older = await self.body.members()
+            self.older = await self.body.members() if self.body.background else frozenset()
             status = await self._start(spec, fence)
         except BaseException:
             self.body.execs.pop(self.exec_id, None)
@@ -233,7 +233,9 @@ class Exec:
         until = time.monotonic() + WITNESS_S
         pause = 0.001  # the supervisor is on its way out
         owner = self.body.uid_of_execs(self._uid)
-        while self._alone() and await self.body.survivors(self.since_ticks, self.older, owner):
+        # Where execs have a user of their own, a process may be older than the exec that it was given to.
+        since = 0 if owner is not None and self.older is not None else self.since_ticks
+        while self._alone() and await self.body.survivors(since, self.older or frozenset(), owner):
             if time.monotonic() > until:
                 return False
             await asyncio.sleep(pause)

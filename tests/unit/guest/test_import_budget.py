@@ -12,7 +12,7 @@ BOOT = Path(corral.__file__).parent / "guest" / "boot.py"
 
 ALLOWED = {
     # extension and built-in modules
-    "_ctypes", "_json", "_posixsubprocess", "_signal", "_socket", "_struct", "errno", "fcntl", "gc", "posix", "resource", "select", "time",
+    "_ctypes", "_json", "_signal", "_socket", "_struct", "errno", "fcntl", "gc", "posix", "resource", "select", "time",
     # what the interpreter itself needs to start, frozen into it
     "_abc", "_codecs", "_collections_abc", "_frozen_importlib", "_frozen_importlib_external", "_imp", "_io", "_stat",
     "_thread", "_warnings", "_weakref", "abc", "builtins", "codecs", "encodings", "encodings.aliases", "encodings.utf_8",
