@@ -20,12 +20,15 @@ settings.load_profile("corral")
 _SHARED = "CORRAL_TEST_SHARED"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses where temporary directories lie
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "root: shows something that only root can set up")
     if not hasattr(config, "workerinput"):
         made = tempfile.mkdtemp(prefix="corral-test-")
         os.chmod(made, 0o755)
         os.environ[_SHARED] = made  # workers are children of this process
+        if config.option.basetemp is None:  # pytest's own place is closed to other users by each pytest that starts
+            config.option.basetemp = os.path.join(made, "pytest")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
