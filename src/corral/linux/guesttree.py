@@ -7,7 +7,8 @@ swaps a directory for a link while we look. Therefore:
   path string of the guest is ever resolved by the host. Only directories and regular files are opened, the latter through an O_PATH
   descriptor whose type was checked first.
 * The work runs in a thread of its own whose file-system uid, gid and groups are the sandbox's, so even a mistake here could do no
-  more than the sandbox itself. The thread ends with the work; it never goes back to a pool with foreign ids.
+  more than the sandbox itself. The thread ends with the work; it never goes back to a pool with foreign ids. A scan may read what
+  the sandbox has made unreadable for itself, nothing else: it copies nothing and writes nothing.
 * Entries, depth, bytes and seconds are capped; what is beyond makes an answer `complete = False`, never an error or a hang.
 """
 
@@ -41,6 +42,8 @@ _SYS_OPENAT2 = 437
 _NUMBERS = {"x86_64": (116, 122, 123), "aarch64": (159, 151, 152)}  # setgroups, setfsuid, setfsgid
 _RESOLVE = 0x01 | 0x02 | 0x04 | 0x08  # NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BENEATH
 _BASE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+_CAPABILITY_VERSION_3 = 0x20080522
+_DAC_READ_SEARCH = 1 << 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -79,6 +82,19 @@ def _thread_ids(uid: int, gid: int) -> None:
         _libc.syscall(ctypes.c_long(number), ctypes.c_long(value))
         if (_libc.syscall(ctypes.c_long(number), ctypes.c_long(-1)) & 0xFFFFFFFF) != value:
             raise CorralError("infra_error", f"the thread could not become {uid}:{gid}")
+
+
+def _read_all() -> None:
+    """Let the calling thread read every directory and file again, which `_thread_ids` took from it, as far as we may ourselves.
+
+    For scans only: what a sandbox does to its own modes must not hide from us what it wrote. That a scan stays inside its tree is
+    held by `open_beneath`, not by ids.
+    """
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable of capabilities 0-31, then of 32-63
+    if _libc.capget(header, sets) == 0 and sets[1] & _DAC_READ_SEARCH:
+        sets[0] |= _DAC_READ_SEARCH
+        _libc.capset(header, sets)
 
 
 @contextlib.contextmanager
@@ -277,17 +293,22 @@ class GuestTree:
                 raise CorralError("infra_error", "a guest tree is never touched as uid 0")
             self._user = (uid, gid)
 
-    def _with_root(self, work: Callable[[int], T]) -> T:
+    def _with_root(self, work: Callable[[int], T], *, read_all: bool = False) -> T:
+        def seen(root: int) -> T:
+            if read_all and self._user is not None:
+                _read_all()
+            return work(root)
+
         # The root itself is the host's: its path has no component that a sandbox can change.
         root = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            return _run_as(self._user, lambda: work(root))
+            return _run_as(self._user, lambda: seen(root))
         finally:
             os.close(root)
 
     def scan(self, previous: Manifest | None = None) -> Manifest:
         """The manifest now. Files that are provably untouched since `previous` are not read again."""
-        return self._with_root(lambda root: self._scan(root, previous))
+        return self._with_root(lambda root: self._scan(root, previous), read_all=True)
 
     def _scan(self, root: int, previous: Manifest | None) -> Manifest:
         walk = _Walk(root, self._caps)
@@ -336,7 +357,7 @@ class GuestTree:
 
     def usage(self) -> DiskUse:
         """Bytes in blocks (hard links once) and names, for limits that are held by watching."""
-        return self._with_root(self._usage)
+        return self._with_root(self._usage, read_all=True)
 
     def _usage(self, root: int) -> DiskUse:
         walk = _Walk(root, self._caps)

@@ -111,6 +111,7 @@ async def collect(
             skipped = tuple(_shown(path) for path in copied.skipped)
             for path, size, digest in copied.files:
                 artifacts.append({"path": _shown(path), "size": size, "digest": f"sha256:{digest.hex()}"})
+        more = more or not now.complete  # what could not be seen may have changed too
         return Collected(tuple(map(_change, changes)), more, tuple(artifacts), skipped, complete)
 
     return await in_thread(work)

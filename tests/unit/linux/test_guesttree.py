@@ -230,16 +230,42 @@ def test_a_swap_of_directory_and_link_during_the_work_reads_and_writes_nothing_o
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another uid")
-def test_the_work_is_done_with_the_sandboxs_ids_and_ours_are_untouched(tree: tuple[Path, GuestTree]) -> None:
+def test_the_work_is_done_with_the_sandboxs_ids_and_ours_are_untouched(
+    tree: tuple[Path, GuestTree], tmp_path: Path
+) -> None:
     root, guest = tree
     secret = root / "secret"
     secret.write_bytes(b"root only")
     secret.chmod(0o600)
-    manifest = guest.scan()
-    assert manifest.entries[b"secret"].digest is None
+    guest.scan()
+    (tmp_path / "out").mkdir()
+    copied = guest.copy_out(["secret"], str(tmp_path / "out"), 1000)
+    assert copied.files == []
     assert secret.read_bytes() == b"root only"
     (root / "mine").write_bytes(b"")
     assert (root / "mine").stat().st_uid == 0
+
+
+def test_modes_hide_nothing_from_a_scan_or_make_it_incomplete(tree: tuple[Path, GuestTree]) -> None:
+    root, guest = tree
+    guest.put([("shut/kept", 0o644, b"1"), ("shut/gone", 0o644, b"2"), ("dark", 0o644, b"3")])
+    before = guest.scan()
+    (root / "shut" / "gone").unlink()
+    (root / "shut" / "new").write_bytes(b"4")
+    _own(root)
+    (root / "dark").chmod(0)
+    (root / "shut").chmod(0)
+    after = guest.scan(before)
+    changes = {(change.path, change.change) for change in diff(before, after)[0]}
+    (root / "shut").chmod(0o755)
+    seen = {(b"shut", "modified"), (b"dark", "modified")}
+    if os.geteuid() == 0:
+        assert after.complete
+        assert changes == seen | {(b"shut/new", "created"), (b"shut/gone", "deleted")}
+        assert after.entries[b"dark"].digest == before.entries[b"dark"].digest
+        assert guest.usage().complete
+    else:  # an owner cannot read it either: nothing is claimed about what is below
+        assert not after.complete and changes == seen
 
 
 def test_remove_tree_survives_deep_nests_no_modes_and_strange_names(tmp_path: Path) -> None:
