@@ -120,6 +120,8 @@ def test_bytes_that_are_not_utf8_travel_as_surrogates_or_base64():
         ({**CODE, "env": []}, "invalid_value", "/env"),
         ({**CODE, "env": {"": "x"}}, "invalid_value", "/env/"),
         ({**CODE, "env": {"A=B": "x"}}, "invalid_value", "/env/A=B"),
+        ({**CODE, "env": {"A\nB": "x"}}, "invalid_value", "/env/A\nB"),
+        ({**CODE, "env": {"A\x1b": "x"}}, "invalid_value", "/env/A\x1b"),
         ({**CODE, "env": {"A/~": 1}}, "invalid_value", "/env/A~1~0"),
         ({**CODE, "env": {"A": "\0"}}, "invalid_value", "/env/A"),
         ({**CODE, "env": {"A": 1}}, "invalid_value", "/env/A"),
