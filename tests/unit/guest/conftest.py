@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import itertools
 import os
 import shutil
@@ -55,7 +57,8 @@ class RunningGuest:
         uid = OTHER_UID if mode == "pid1" and ROOT else 1000 if mode == "same_uid" else os.getuid()
         command = [
             *prefix,
-            OF_THE_SYSTEM if mode == "same_uid" else OWN, "-I", "-S", "-B", str(BOOT),
+            OF_THE_SYSTEM if mode == "same_uid" else OWN, "-I", "-S", "-B",
+            os.path.join(readable_site(), "boot.py") if mode == "same_uid" else str(BOOT),
             "--instance", "ins_test", "--installation", "test",
             "--exec-uid", str(uid), "--exec-gid", str(uid if uid != os.getuid() else os.getgid()),
             "--deadline", "300",  # whatever happens to the test, nothing of it lives on
@@ -132,6 +135,21 @@ class RunningGuest:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+@functools.cache
+def readable_site() -> str:
+    """The guest as it lies inside a sandbox, where another uid can read it wherever the checkout is."""
+    site = tempfile.mkdtemp(prefix="guest-site-")
+    shutil.copytree(BOOT.parent, os.path.join(site, "corral", "guest"), ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.move(os.path.join(site, "corral", "guest", "boot.py"), site)
+    Path(site, "corral", "__init__.py").touch()
+    for directory, _, files in os.walk(site):
+        os.chmod(directory, 0o755)
+        for name in files:
+            os.chmod(os.path.join(directory, name), 0o644)
+    atexit.register(shutil.rmtree, site, ignore_errors=True)
+    return site
+
+
 def start(mode: str, *arguments: str) -> RunningGuest:
     if mode == "child":
         return RunningGuest(mode, list(arguments), [])
@@ -142,7 +160,7 @@ def start(mode: str, *arguments: str) -> RunningGuest:
     prefix = [
         "bwrap", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--uid", "1000", "--gid", "1000",
         "--cap-add", "CAP_KILL", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp",
-        "--as-pid-1", "--",
+        "--ro-bind", readable_site(), readable_site(), "--as-pid-1", "--",
     ]  # fmt: skip
     if ROOT:
         prefix = ["setpriv", f"--reuid={OTHER_UID}", f"--regid={OTHER_UID}", "--clear-groups", *prefix]
