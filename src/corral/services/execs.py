@@ -101,7 +101,11 @@ class Outcome:
             verdict = replace(verdict, hint=f"{verdict.hint}; {more}" if verdict.hint else more)
         known = dict(timings)
         if self.facts.running_ms is not None:
-            known["running_ms"] = self.facts.running_ms
+            # The timeline counts from the start as seen inside, which the host hears of a moment later: that moment ran already.
+            last = max((float(entry["t_ms"]) for entry in self.timeline), default=0.0)
+            early_ms = max(0.0, last - self.facts.running_ms)
+            known["running_ms"] = self.facts.running_ms + early_ms
+            known["preparing_ms"] = max(0.0, (known.get("preparing_ms") or 0.0) - early_ms)
         found = self.collected
         return result_document(
             verdict,

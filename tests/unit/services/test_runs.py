@@ -259,3 +259,18 @@ async def test_unknown_ids_are_not_found(world):
     ):
         reply = await world.call(method, path)
         assert (reply.status, reply.document["code"]) == (404, "not_found"), path
+
+
+async def test_the_running_time_is_not_below_the_last_time_of_the_timeline(world):
+    from corral.domain.facts import ExecFacts
+
+    run = await world.call("POST", "/v1/runs", {"command": ["sleep"]}, wait=0)
+    run_id = run.document["id"]
+    while not world.node.starts:
+        await asyncio.sleep(0)
+    made = world.node.execs[world.node.starts[0]]
+    for _ in range(9):
+        made.emit(b"x")
+    made.end(ExecFacts(True, 0))
+    result = (await world.call("GET", f"/v1/runs/{run_id}", wait=10)).document["result"]
+    assert result["timings"]["running_ms"] >= result["timeline"][-1]["t_ms"] == 8

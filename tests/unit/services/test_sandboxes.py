@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from corral.errors import CorralError
+
 OPEN = ("starting", "running")
 
 
@@ -247,3 +249,34 @@ async def test_doctor_and_health(world):
     assert (await world.call("GET", "/v1/doctor")).document["default"] is None
     assert (await world.call("GET", "/readyz")).status == 503
     assert (await world.call("POST", "/v1/gc")).status == 200
+
+
+async def test_an_exec_that_a_deletion_overtakes_says_deleted(world, until, monkeypatch):
+    made = await make(world)
+    path = f"/v1/sandboxes/{made['id']}"
+    world.node.destroy_gate = asyncio.Event()
+    asked, told = asyncio.Event(), asyncio.Event()
+
+    async def refuse(*_):
+        asked.set()
+        await told.wait()
+        raise CorralError("guest_lost", "the channel closed")
+
+    monkeypatch.setattr(world.node, "start_exec", refuse)
+    call = asyncio.create_task(world.call("POST", path + "/execs", {"argv": ["print", "x"]}))
+    await asyncio.wait_for(asked.wait(), 10)
+    await world.call("DELETE", path, wait=0.05)
+    told.set()
+    assert (await call).document["result"]["reason"] == "sandbox_deleted"
+    tar = await world.call("GET", path + "/files/archive", path="/workspace/a")
+    assert tar.document["code"] == "sandbox_deleted"
+
+
+async def test_what_a_call_meets_in_a_sandbox_that_ends_is_told_by_its_end(world):
+    made = (await world.call("POST", "/v1/sandboxes", {})).document
+    world.node.destroy_gate = asyncio.Event()
+    await world.call("DELETE", f"/v1/sandboxes/{made['id']}", wait=0.05)
+    met = await world.services.sandboxes._met(CorralError("lease_lost", "older"), made["id"])
+    assert met.code == "sandbox_deleted"
+    other = (await world.call("POST", "/v1/sandboxes", {})).document
+    assert (await world.services.sandboxes._met(CorralError("lease_lost", "older"), other["id"])).code == "lease_lost"
