@@ -107,6 +107,8 @@ class TestImage:
             open(f"{made}/by-root", "w").close()
         assert caught.value.errno == errno.EOVERFLOW
         assert os.stat(f"{tree.path}/{disk.LOG}").st_uid == BASE
+        # Somebody may have a copy of the mount for a moment, and so its data are not written with the umount.
+        subprocess.run(["sync", "--file-system", tree.path], check=True)
         mounts.umount(tree.path)
         loop, device = mounts.attach_loop(f"{place}/disk.img")
         plain = mounts.new_filesystem("ext4", device, {})
