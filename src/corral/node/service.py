@@ -545,7 +545,7 @@ class LocalNode:
             yield piece
 
     async def timeline(self, exec_id: str) -> list[dict[str, Any]]:
-        spool, _ = self._spool(exec_id)
+        spool = self._spools.get(exec_id) or self._spool(exec_id)[0]
         return spool.timeline()
 
     async def forget_exec(self, exec_id: str) -> None:

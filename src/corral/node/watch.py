@@ -55,6 +55,7 @@ class Meter:
         self._entries = 0
         self._walk_s = DISK_WALK_S
         self._task: asyncio.Task[None] | None = None
+        self._first: asyncio.TimerHandle | None = None
 
     async def begin(self, *, alone: bool) -> None:
         """Take the base line; peaks of the kernel start anew when no other exec runs."""
@@ -63,9 +64,15 @@ class Meter:
 
     def watch(self, end: Callable[[str], None]) -> None:
         """Look at it until `end()` or `stop()`; `end` is called with the reason when a watched limit is passed."""
+        # No look is due before: an exec that is over by then needs no task.
+        self._first = asyncio.get_running_loop().call_later(WATCHED_S, self._begin_watch, end)
+
+    def _begin_watch(self, end: Callable[[str], None]) -> None:
         self._task = asyncio.create_task(self._watch(end), name="meter")
 
     def stop(self) -> None:
+        if self._first is not None:
+            self._first.cancel()
         if self._task is not None:
             self._task.cancel()
 
@@ -76,19 +83,17 @@ class Meter:
     async def _watch_counters(self, end: Callable[[str], None]) -> None:
         watched = {name for name in ("memory", "pids") if getattr(self._body.modes, name) == "watched"}
         while True:
-            await asyncio.sleep(WATCHED_S if watched else SAMPLE_S)
             stats = await self._body.stats()
             self._sample(stats)
             if "memory" in watched and (stats.memory_bytes or 0) > self._limits.memory_bytes:
                 end("memory_watch")
             if "pids" in watched and (stats.pids or 0) > self._limits.pids:
                 end("pids_watch")
+            await asyncio.sleep(WATCHED_S if watched else SAMPLE_S)
 
     async def _watch_disk(self, end: Callable[[str], None]) -> None:
         modes = self._body.modes
-        pause = WATCHED_S
         while True:
-            await asyncio.sleep(pause)
             began = time.monotonic()
             await self._look_at_disk(self._walk_s)
             if modes.disk == "watched" and (self._disk_bytes or 0) > self._limits.disk_bytes:
@@ -96,7 +101,7 @@ class Meter:
             if modes.inodes == "watched" and self._entries > self._limits.inodes:
                 end("inodes_watch")
             # A tree that takes long to walk may take a third of our time, no more.
-            pause = max(SAMPLE_S, 2 * (time.monotonic() - began))
+            await asyncio.sleep(max(SAMPLE_S, 2 * (time.monotonic() - began)))
 
     def _sample(self, stats: Stats) -> None:
         if stats.memory_bytes is not None:
@@ -135,8 +140,8 @@ class Meter:
 
     async def end(self) -> Measured:
         """Stop looking; what was used."""
+        self.stop()
         if self._task is not None:
-            self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         after, before = await self._body.stats(), self.before
         self._sample(after)

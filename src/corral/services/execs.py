@@ -27,6 +27,8 @@ from corral.services.events import StreamEvent
 Json = dict[str, Any]
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ARTIFACT_BYTES = 100 * 1024 * 1024
+NOTE_S = 0.003
+"""An exec that is over sooner is not written down as running first."""
 BLOCK = 256 * 1024
 _ENDED: dict[str, EndedBy] = {
     "cancelled": "cancelled",
@@ -87,6 +89,8 @@ class Outcome:
     verdict: Verdict
     collected: Collected | None
     timeline: list[Json]
+    started_at: int | None = None
+    """When this process saw it started; None: it did not, or the row says."""
 
     def document(
         self, limits: Limits, modes: LimitModes, timings: Mapping[str, float | None], url: str, hint: str | None = None
@@ -129,6 +133,7 @@ class _End:
         self.sandbox_id = record.sandbox_id
         self.asked = record.cancel_requested
         self.bell = asyncio.Event()
+        self.started_at: int | None = None
 
     @property
     def why(self) -> EndedBy | None:
@@ -200,7 +205,7 @@ class Execs:
             timeline = await self._timeline(record.exec_id)
             if outputs is not None and not facts.sandbox_lost and verdict.reason != "sandbox_deleted":
                 collected = await self._collect(instance_id, outputs, into, mark)
-        return Outcome(facts, verdict, collected, timeline)
+        return Outcome(facts, verdict, collected, timeline, end.started_at)
 
     async def _attempt(
         self, record: ExecRecord, instance_id: str, spec: ExecSpec, end: _End, watch: Stopwatch
@@ -209,12 +214,22 @@ class Execs:
         if facts is not None:
             return facts
         watch.switch("running")
-        # Beside the program, as nothing waits for it but those who stream; the row's end is written after it.
-        noted = self._core.spawn(self._note_running(record), f"{record.exec_id} running")
+        if record.state != "starting":
+            self._core.wakes.ring(record.exec_id)
+            return await self._wait(record, end)
+        end.started_at = self._core.now_ms()
+        # Beside the program, as nothing waits for it but those who stream. The row's end comes after it, or without it.
+        notes: list[asyncio.Task[None]] = []
+        timer = asyncio.get_running_loop().call_later(
+            NOTE_S,
+            lambda: notes.append(self._core.spawn(self._note_running(record.exec_id, end), record.exec_id)),
+        )
         try:
             return await self._wait(record, end)
         finally:
-            await noted
+            timer.cancel()
+            for noted in notes:
+                await noted
 
     async def _start(self, record: ExecRecord, instance_id: str, spec: ExecSpec, end: _End) -> ExecFacts | None:
         """None = it runs (or the node knows how it ended); else why it does not."""
@@ -234,19 +249,15 @@ class Execs:
             return _not_started(error)
         return None
 
-    async def _note_running(self, record: ExecRecord) -> None:
+    async def _note_running(self, exec_id: str, end: _End) -> None:
         row = None
-        if record.state == "starting":
-            try:
-                row = await self._core.store.update_exec(
-                    record.exec_id,
-                    expect_states=("starting",),
-                    changes={"state": "running", "started_at": self._core.now_ms()},
-                )
-            except CorralError as error:
-                if error.code != "conflict":
-                    raise
-        self._core.wakes.ring(record.exec_id, row)
+        try:
+            changes = {"state": "running", "started_at": end.started_at}
+            row = await self._core.store.update_exec(exec_id, expect_states=("starting",), changes=changes)
+        except CorralError as error:
+            if error.code != "conflict":
+                raise
+        self._core.wakes.ring(exec_id, row)
 
     async def _wait(self, record: ExecRecord, end: _End) -> ExecFacts:
         waiting = asyncio.ensure_future(self._core.node.wait_exec(record.exec_id))

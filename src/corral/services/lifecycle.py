@@ -544,6 +544,8 @@ class Lifecycle:
         """The result of an exec and what follows for its sandbox, in one transaction. `view`: the sandbox as last seen."""
         core, facts, reason = self._core, outcome.facts, outcome.verdict.reason
         changes = {"state": _final(facts, outcome.verdict.started), "result": result, "ended_at": core.now_ms()}
+        if outcome.started_at is not None and outcome.verdict.started is not False:
+            changes["started_at"] = outcome.started_at
         done = self.finishing(("start_exec",), {"ok": True, "reason": reason}, exec_id=record.exec_id)
         metadata = {"exec_id": record.exec_id, "reason": reason}
         async with self._turn(record.sandbox_id):
