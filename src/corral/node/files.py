@@ -38,6 +38,11 @@ def user_ids(user: str, instance: Instance) -> tuple[int, int]:
     raise CorralError("user_refused", f"there is no user {user!r} for execs here", field="/user", hint="use `sandbox`")
 
 
+def mark_path(directory: str) -> str:
+    """Where an instance's base of changes is kept."""
+    return os.path.join(directory, "node-mark")
+
+
 def _workspace(tree: HostTree) -> GuestTree:
     return GuestTree(os.path.join(tree.path, "workspace"), tree.uid, tree.gid)
 

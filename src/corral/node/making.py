@@ -14,6 +14,7 @@ from corral import faults
 from corral.errors import CorralError
 from corral.linux import disk, sockets
 from corral.linux.guesttree import remove_tree
+from corral.node import files
 from corral.node.body import SOCKET, Body
 from corral.node.interpreter import GUEST_ARGV
 from corral.node.journal import InstanceEntry, Journal
@@ -91,11 +92,19 @@ async def make(
         clock.lap("runtime_ms")
         data |= {"ref": ref_to_json(instance.ref), "disk_base": empty_disk(instance.tree)}
         body = body_of(instance, data)
-        client = await body.client()
-        clock.lap("connect_ms")
-        await client.identify(request.sandbox_id, request.fence, now=time.time(), entropy=os.urandom(32))
-        clock.lap("identify_ms")
-        await body.find_pid1()
+        # Beside the guest's own start, which takes longer.
+        marked = files.mark(instance.tree, files.mark_path(directory))
+        looking = asyncio.gather(marked, body.find_pid1())
+        try:
+            client = await body.client()
+            clock.lap("connect_ms")
+            await client.identify(request.sandbox_id, request.fence, now=time.time(), entropy=os.urandom(32))
+            clock.lap("identify_ms")
+        except BaseException:
+            looking.cancel()
+            raise
+        await looking
+        body.take_base()
         journal.put_instance(InstanceEntry(request.instance_id, "live", request.fence, data))
         return body
     except BaseException as error:

@@ -575,7 +575,7 @@ class LocalNode:
             yield piece
 
     def _mark_path(self, instance_id: str) -> str:
-        return os.path.join(self._directory(instance_id), "node-mark")
+        return files.mark_path(self._directory(instance_id))
 
     def _tree(self, instance_id: str) -> HostTree:
         return self._alive(instance_id).tree

@@ -154,7 +154,9 @@ class Node(Protocol):
         """Build it if it is not there; -> digest. `template_unavailable` when it cannot be."""
         ...
 
-    async def create(self, request: CreateInstance, progress: Progress | None = None) -> InstanceReport: ...
+    async def create(self, request: CreateInstance, progress: Progress | None = None) -> InstanceReport:
+        """A live instance whose empty workspace is the base of the first `collect`."""
+        ...
 
     async def fence(self, instance_id: str, fence: Fence, mode: Literal["kill", "adopt"]) -> None:
         """Journal the floor, then have the guest acknowledge it; `kill` ends execs of older fences first."""

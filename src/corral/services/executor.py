@@ -393,7 +393,6 @@ class Executor:
         node, instance_id = self._core.node, instance_of(view)
         if files:
             await node.put_files(instance_id, fence_of(view), files)
-        await node.mark(instance_id)
 
     async def _step(
         self,

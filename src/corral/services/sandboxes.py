@@ -90,7 +90,6 @@ class Sandboxes:
             files = [(f.path, f.mode, f.content) for f in request.files]
             if files:
                 await core.node.put_files(instance_of(view), fence_of(view), files)
-            await core.node.mark(instance_of(view))
         return view
 
     async def page(
