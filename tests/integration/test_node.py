@@ -441,6 +441,41 @@ async def test_collect_tells_changes_since_the_mark_and_brings_artifacts(host: H
     assert got.complete
 
 
+async def test_what_was_found_is_the_base_of_the_next_look(host: Host) -> None:
+    ins = await host.create()
+    await host.sh(ins, "echo one > a")
+    first = await host.node.collect(ins, outputs=(), max_bytes=0, into=None)
+    again = await host.node.collect(ins, outputs=(), max_bytes=0, into=None, mark=True)
+    assert [(c.path, c.change) for c in first.files] == [("/workspace/a", "created")] and again == first
+    assert (await host.node.collect(ins, outputs=(), max_bytes=0, into=None, mark=True)).files == ()
+    await host.sh(ins, "echo two > a; echo new > b")
+    last = await host.node.collect(ins, outputs=(), max_bytes=0, into=None)
+    assert sorted((c.path, c.change) for c in last.files) == [("/workspace/a", "modified"), ("/workspace/b", "created")]
+
+
+async def test_a_start_cut_short_after_its_frame_stays_known(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    ins = await host.create()
+    client = await host.node._bodies[ins].client()
+    real, sent = client.start_exec, asyncio.Event()
+
+    async def never_answers(*args: Any, **named: Any) -> Any:
+        await real(*args, **named)
+        sent.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(client, "start_exec", never_answers)
+    exec_id = fresh("exe")
+    starting = asyncio.create_task(host.node.start_exec(ins, FENCE, ExecSpec(exec_id, ("/bin/sh", "-c", "echo ran"))))
+    await asyncio.wait_for(sent.wait(), 30)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await host.node.close()
+    await host.start()
+    facts = await asyncio.wait_for(host.node.wait_exec(exec_id), 30)
+    assert (facts.started, facts.exit_code) == (True, 0)
+    assert await host.node.read_output(exec_id, "stdout") == (b"ran\n", b"")
+
+
 async def test_a_link_planted_in_the_way_of_the_hosts_files_leads_nowhere(host: Host, tmp_path: Path) -> None:
     ins = await host.create()
     canary = tmp_path / "canary"

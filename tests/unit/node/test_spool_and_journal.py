@@ -57,6 +57,19 @@ async def test_a_follower_waits_for_more_and_ends_with_the_exec(tmp_path: Path) 
     await asyncio.wait_for(task, 5)
 
 
+async def test_a_program_that_says_nothing_leaves_no_file(tmp_path: Path) -> None:
+    silent = Spool(str(tmp_path / "x"), 10**9)
+    silent.finish()
+    assert not (tmp_path / "x").exists()
+    assert [chunk async for chunk in silent.follow(None)] == [] and silent.timeline() == []
+    again = Spool(str(tmp_path / "x"), 10**9)
+    await again.write("stderr", 0, b"late", 1)
+    again.finish()
+    assert (tmp_path / "x" / "stderr").read_bytes() == b"late"
+    silent.remove()
+    assert not (tmp_path / "x").exists()
+
+
 async def test_a_torn_order_file_costs_order_but_no_byte(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path / "x"), 10**9)
     whole = await fill(spool, 50, 100)
