@@ -281,7 +281,7 @@ async def test_a_flood_of_tiny_frames_costs_neither_memory_nor_the_other_tasks()
     flooding.cancel()
     await asyncio.gather(flooding, return_exceptions=True)
     assert peak < 32 * MIB
-    assert worst < 1.0
+    assert worst < 2.0  # without the throttle it would be all of the three seconds
     hold.set()
     await client.close()
     await asyncio.gather(task, return_exceptions=True)
