@@ -33,6 +33,7 @@ from corral.guest import protocol
 
 __all__ = ["ChannelLimits", "Data", "Ended", "ExecFailure", "ExecStatus", "GuestClient", "GuestHello", "KillReport"]
 
+_NAMES: tuple[Stream, ...] = ("stdout", "stderr")
 _MERGE_ABOVE = 512
 _ACK_EVERY = 64 * 1024
 _MAX_INPUTS = 1024
@@ -148,6 +149,7 @@ class GuestClient:
         self._stream_number = 0
         self._attached: dict[int, _Attached] = {}
         self._streams: dict[int, tuple[_Attached, Stream]] = {}
+        self._ready: dict[str, _Attached] = {}
         self._inputs: dict[str, _Input] = {}
         self._budget = limits.frames_per_s / 4
         self._budget_at = time.monotonic()
@@ -217,6 +219,7 @@ class GuestClient:
                 future.exception()  # nobody may be waiting any more
         self._pending.clear()
         self._streams.clear()
+        self._ready.clear()
         for attached in self._attached.values():
             attached.news.set()
         for taken in self._inputs.values():
@@ -401,15 +404,35 @@ class GuestClient:
         report: KillReport = self._checked(check_kill, answer)
         return report
 
-    async def start_exec(self, spec: Mapping[str, Any], *, fence: Fence) -> ExecStatus:
+    async def start_exec(self, spec: Mapping[str, Any], *, fence: Fence, follow: bool = False) -> ExecStatus:
         """At most once by `spec["exec_id"]`. Returns once main runs or certainly does not (`state == "failed"`).
 
         Keys: exec_id, argv [str], env {str: str}, cwd, uid?, gid? (default: the guest's --exec-uid/gid), stdin "open"|"eof" (default
         eof), pty [rows, cols] | None, umask (0o022), timeout_s? (backup), grace_s (2), rlimits {nofile, core, fsize, data, nproc, stack,
         cpu}, background "keep"|"kill" (keep), nice (5), oom_score_adj (500), seccomp bool (True).
+
+        With `follow` the output comes at once and waits here (one window of it) for the `attach` that the caller promises.
         """
-        answer = await self._request("exec.start", {"spec": dict(spec)}, fence=fence)
-        status: ExecStatus = self._checked(check_status, answer, spec["exec_id"])
+        exec_id = spec["exec_id"]
+        if not follow:
+            answer = await self._request("exec.start", {"spec": dict(spec)}, fence=fence)
+            status: ExecStatus = self._checked(check_status, answer, exec_id)
+            return status
+        attached = self._follow(exec_id, dict.fromkeys(_NAMES, 0))
+        values = {"spec": dict(spec), "attach": attached.number, "streams": attached.streams}
+        try:
+            answer = await self._request("exec.start", values, fence=fence)
+            status = self._checked(check_status, answer, exec_id)
+        except CorralError:
+            self._forget(attached)
+            raise
+        except BaseException:
+            self._leave(attached)
+            raise
+        if answer.get("attached") is True:
+            self._ready[exec_id] = attached
+        else:  # nothing to follow, a second start, or a guest of an older version
+            self._forget(attached)
         return status
 
     async def exec_status(self, exec_id: str) -> ExecStatus:
@@ -423,21 +446,18 @@ class GuestClient:
 
         One follower per exec: a later `attach` takes over and the earlier one ends with `conflict`.
         """
-        names: tuple[Stream, ...] = ("stdout", "stderr")
-        begin: dict[Stream, int] = {name: (offsets or {}).get(name, 0) for name in names}
-        self._stream_number += 2
-        numbers: dict[Stream, int] = {"stdout": self._stream_number, "stderr": self._stream_number + 1}
-        attached = _Attached(self._stream_number, exec_id, numbers, begin)
-        for other in self._attached.values():
-            if other.exec_id == exec_id and other.ended is None:
-                other.superseded = True
-                other.news.set()
-        self._attached[attached.number] = attached
-        for name, number in numbers.items():
-            self._streams[number] = (attached, name)
-        values = {"exec_id": exec_id, "attach": attached.number, "streams": numbers, "offsets": begin}
+        begin: dict[Stream, int] = {name: (offsets or {}).get(name, 0) for name in _NAMES}
+        attached = self._ready.pop(exec_id, None)
+        if attached is not None and any(begin.values()):
+            self._leave(attached)
+            attached = None
+        follows = attached is not None
+        if attached is None:
+            attached = self._follow(exec_id, begin)
         try:
-            self._checked(check_status, await self._request("exec.attach", values), exec_id)
+            if not follows:
+                values = {"exec_id": exec_id, "attach": attached.number, "streams": attached.streams, "offsets": begin}
+                self._checked(check_status, await self._request("exec.attach", values), exec_id)
             while True:
                 while attached.queue:
                     name, offset, t_ms, data = attached.queue.popleft()
@@ -445,7 +465,7 @@ class GuestClient:
                     attached.taken[name] = offset + len(data)
                     self._acknowledge(attached, name, _ACK_EVERY)
                 if attached.ended is not None:
-                    for name in names:
+                    for name in _NAMES:
                         self._acknowledge(attached, name, 1)
                     yield Ended(attached.ended)
                     return
@@ -457,6 +477,20 @@ class GuestClient:
                 await attached.news.wait()
         finally:
             self._leave(attached)
+
+    def _follow(self, exec_id: str, begin: dict[Stream, int]) -> _Attached:
+        """Be ready for the output of an exec, under new numbers; an earlier follower is superseded."""
+        for other in self._attached.values():
+            if other.exec_id == exec_id and other.ended is None:
+                other.superseded = True
+                other.news.set()
+        self._stream_number += 2
+        number = self._stream_number
+        attached = _Attached(number, exec_id, {"stdout": number, "stderr": number + 1}, begin)
+        self._attached[number] = attached
+        for name, stream in attached.streams.items():
+            self._streams[stream] = (attached, name)
+        return attached
 
     def _acknowledge(self, attached: _Attached, name: Stream, least: int) -> None:
         if attached.taken[name] - attached.acked[name] >= least and self.lost_reason is None:

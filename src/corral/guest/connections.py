@@ -58,6 +58,8 @@ class Connection:
         self.resync = resync
         self.greeted = False
         self.open = True
+        self.epoch = 0
+        """Changes when another client takes the connection over, or nobody."""
         self.out = bytearray()
         self.attached: dict[int, Attachment] = {}
         self.streams: dict[int, tuple[Attachment, str]] = {}
@@ -95,6 +97,7 @@ class Connection:
 
     def restart(self, nonce: bytes) -> None:
         """A new client on the same pipes: forget the old one's, answer the nonce."""
+        self.epoch += 1
         self.attached.clear()
         self.streams.clear()
         self.greeted = False
@@ -154,6 +157,19 @@ class Connection:
             moved = True
         return moved
 
+    def follow(self, number: int, job: Exec, streams: dict[str, int], offsets: dict[str, int]) -> None:
+        """From now on this client gets the output of `job`, under its numbers, and nobody else does."""
+        before = job.watcher
+        if before is not None:
+            for other in list(before.attached.values()):
+                if other.job is job:
+                    before.detach(other.number)
+        attachment = Attachment(number, job, streams, offsets)
+        self.attached[number] = attachment
+        for name, stream in streams.items():
+            self.streams[stream] = (attachment, name)
+        job.watcher = self
+
     def detach(self, number: int, *, keep_streams: bool = False) -> None:
         attachment = self.attached.pop(number, None)
         if attachment is None:
@@ -167,6 +183,7 @@ class Connection:
     def close(self) -> None:
         if self.open and not self.resync:
             self.open = False
+            self.epoch += 1
             self.guest.loop.forget(self.read_fd)
             self.guest.loop.forget(self.write_fd)
             self._close()

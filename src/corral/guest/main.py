@@ -13,7 +13,7 @@ import os
 import time
 
 from corral.guest import kernel, loop, processes, protocol
-from corral.guest.connections import MAX_QUEUED, Attachment, Connection
+from corral.guest.connections import MAX_QUEUED, Connection
 from corral.guest.execs import Exec, Runner
 from corral.guest.requests import Defaults, Refusal, integer_of, seconds_of, window_of
 
@@ -455,13 +455,14 @@ class Guest:
             return {"killed_all": True, "killed": 0}
         total = {"killed_all": True, "killed": 0}
         waiting = len(jobs)
+        epoch = connection.epoch
 
         def ended(done: bool, count: int) -> None:
             nonlocal waiting
             waiting -= 1
             total["killed_all"] = total["killed_all"] and done
             total["killed"] += count
-            if waiting == 0:
+            if waiting == 0 and connection.epoch == epoch:
                 self._answer(connection, number, total)
 
         for job in jobs:
@@ -486,10 +487,26 @@ class Guest:
         known = self.runner.execs.get(exec_id)
         if known is not None:
             return known.facts() | {"already": True}
+        attach = integer_of(request, "attach", -1, 0, 2**31)
+        numbers = self._stream_numbers(request) if attach >= 0 else {}
         job = self.runner.start(spec, _fence_of(request))
         if job.state != "starting":
             return job.facts()
-        job.start_waiters.append(lambda: self._answer(connection, number, job.facts()))
+        if attach >= 0:
+            connection.follow(attach, job, numbers, dict.fromkeys(numbers, 0))
+        epoch = connection.epoch
+
+        def begun() -> None:
+            if connection.epoch != epoch:
+                return  # who asked is gone
+            answer = job.facts()
+            if job.state == "failed":
+                connection.detach(attach)
+            elif attach >= 0:
+                answer["attached"] = True
+            self._answer(connection, number, answer)
+
+        job.start_waiters.append(begun)
         return None
 
     def _status(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
@@ -504,35 +521,30 @@ class Guest:
     def _attach(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         job = self._job(request)
         attach = integer_of(request, "attach", -1, 0, 2**31)
-        offsets, streams = request.get("offsets"), request.get("streams")
-        if type(offsets) is not dict or type(streams) is not dict:
-            raise Refusal("bad_request", "attach needs offsets and streams", "offsets")
-        numbers: dict[str, int] = {}
+        numbers = self._stream_numbers(request)
+        offsets = request.get("offsets")
+        if type(offsets) is not dict:
+            raise Refusal("bad_request", "attach needs offsets", "offsets")
         sent: dict[str, int] = {}
         for name, stream in job.streams.items():
-            numbers[name] = integer_of(streams, name, -1, 0, 2**32 - 1)
             sent[name] = integer_of(offsets, name, 0, 0, 2**63)
             if sent[name] < stream.base:
                 raise Refusal("cursor_gone", f"{name} before {stream.base} was acknowledged", "offsets")
             if sent[name] > stream.end:
                 raise Refusal("bad_request", f"{name} has only {stream.end} bytes", "offsets")
-        for name, stream in job.streams.items():
+        for name in job.streams:
             self.runner.acknowledge(job, name, sent[name])
-            del stream
-        before = job.watcher
-        if before is not None:
-            for other in list(before.attached.values()):
-                if other.job is job:
-                    before.detach(other.number)
-        attachment = Attachment(attach, job, numbers, sent)
-        connection.attached[attach] = attachment
-        for name, stream_number in numbers.items():
-            connection.streams[stream_number] = (attachment, name)
-        job.watcher = connection
+        connection.follow(attach, job, numbers, sent)
         self._answer(connection, number, job.facts())
         connection.pump()
         connection.flush()
         return None
+
+    def _stream_numbers(self, request: dict[str, Any]) -> dict[str, int]:
+        streams = request.get("streams")
+        if type(streams) is not dict:
+            raise Refusal("bad_request", "attach needs streams", "streams")
+        return {name: integer_of(streams, name, -1, 0, 2**32 - 1) for name in ("stdout", "stderr")}
 
     def _detach(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         attach = integer_of(request, "attach", -1, 0, 2**31)

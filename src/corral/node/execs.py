@@ -96,7 +96,7 @@ class Exec:
         try:
             client = await self.body.client()
             self.sent = True
-            return await client.start_exec(spec, fence=fence)
+            return await client.start_exec(spec, fence=fence, follow=True)
         except CorralError as error:
             if error.code not in ("guest_lost", "sandbox_lost"):
                 raise
