@@ -14,7 +14,6 @@ swaps a directory for a link while we look. Therefore:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import errno
@@ -110,47 +109,8 @@ def _host_ids(user: tuple[int, int] | None) -> Iterator[None]:
         _thread_ids(*user)
 
 
-_here = threading.local()
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """Run what looks at guest trees beside the event loop, in a thread that ends with it; its trees need no further one."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: T | None, error: BaseException | None) -> None:
-        if answer.done():
-            return  # the caller was cancelled meanwhile
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(result)  # type: ignore[arg-type]
-
-    def body() -> None:
-        _here.own = True
-        result: T | None = None
-        failure: BaseException | None = None
-        try:
-            result = work()
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell, result, failure)
-
-    threading.Thread(target=body, name="guesttree", daemon=True).start()
-    return await answer
-
-
 def _run_as(user: tuple[int, int] | None, work: Callable[[], T]) -> T:
-    """Run `work` with these ids (None = keep ours) in a thread that has them for no longer, and give its answer."""
-    if getattr(_here, "own", False):
-        if user is None:
-            return work()
-        try:
-            _thread_ids(*user)
-            return work()
-        finally:
-            _thread_ids(os.geteuid(), os.getegid())
+    """Run `work` in a fresh thread with these ids (None = keep ours) and give its answer."""
     answer: list[T] = []
     failure: list[BaseException] = []
 

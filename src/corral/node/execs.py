@@ -339,7 +339,11 @@ def now_ticks() -> int:
 
 
 def facts_to_json(facts: ExecFacts) -> dict[str, Any]:
-    return dataclasses.asdict(facts)
+    data = dict(vars(facts))
+    for name in ("usage", "stdout", "stderr", "start_failure"):
+        if data[name] is not None:
+            data[name] = dict(vars(data[name]))
+    return data
 
 
 def facts_from_json(data: dict[str, Any]) -> ExecFacts:

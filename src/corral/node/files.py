@@ -16,7 +16,7 @@ from corral.channel.client import ExecStatus
 from corral.domain.fence import Fence
 from corral.domain.ids import new_id
 from corral.errors import CorralError
-from corral.linux.guesttree import GuestTree, in_thread
+from corral.linux.guesttree import GuestTree
 from corral.linux.manifest import Change, Manifest, diff
 from corral.node.body import Body
 from corral.node.interpreter import INSIDE, PYTHON_ARGV
@@ -80,13 +80,13 @@ async def put(tree: HostTree, mark_path: str, items: Sequence[tuple[str, int, by
                         previous.entries[name] = current.entries[name]
             _save(mark_path, previous)
 
-    await in_thread(work)
+    await asyncio.to_thread(work)
 
 
 async def mark(tree: HostTree, mark_path: str) -> None:
     """The workspace as it is now becomes the base of the next `collect`."""
     guest = _workspace(tree)
-    await in_thread(lambda: _save(mark_path, guest.scan(_load(mark_path))))
+    await asyncio.to_thread(lambda: _save(mark_path, guest.scan(_load(mark_path))))
 
 
 async def collect(
@@ -119,7 +119,7 @@ async def collect(
         more = more or not now.complete  # what could not be seen may have changed too
         return Collected(tuple(map(_change, changes)), more, tuple(artifacts), skipped, complete)
 
-    return await in_thread(work)
+    return await asyncio.to_thread(work)
 
 
 def _relative(glob: str) -> str:

@@ -377,7 +377,7 @@ class LocalNode:
         self._check_fence(body, fence)
         ids = files.user_ids(spec.user, body.instance)
         data = {
-            "limits": dataclasses.asdict(spec.limits),
+            "limits": dict(vars(spec.limits)),
             "grace_s": spec.grace_s,
             "background": spec.background,
             "fence": str(fence),
@@ -406,7 +406,7 @@ class LocalNode:
             raise
         faults.point("node.exec.started")
         if job.started_at is not None:
-            more = {"started_at": job.started_at, "before": dataclasses.asdict(job.meter.before)}
+            more: dict[str, Any] = {"started_at": job.started_at, "before": dict(vars(job.meter.before))}
             if job.older is not None:
                 more["older"] = sorted(job.older)
             self._journal.set_exec(spec.exec_id, "running", {**data, **more})

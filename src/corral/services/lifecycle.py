@@ -7,6 +7,7 @@ at the node; a command row is finished with the outcome of its effect. Nobody el
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +52,7 @@ EFFECTS = frozenset(
 SYSTEM_TTL_MS = 3_600_000
 ATTEMPTS = 2
 RETRIES = 8
+SEEN = 1024
 ENDING = ("sanitizing", "terminated", "lost")
 DESTROY_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 MARGIN_S = 60.0
@@ -95,6 +97,8 @@ class Lifecycle:
         self._execs = execs
         self._providing: dict[str, asyncio.Task[SandboxView]] = {}
         self._destroying: dict[str, asyncio.Task[SandboxView]] = {}
+        self._seen: OrderedDict[str, SandboxView] = OrderedDict()
+        """Views as last committed here, to decide over without a read: every commit compares the version again."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def _turn(self, sandbox_id: str) -> asyncio.Lock:
@@ -105,12 +109,28 @@ class Lifecycle:
         return lock
 
     # -- transitions -----------------------------------------------------------------------------------------------------------
+    async def latest(self, sandbox_id: str, tenant_id: str) -> SandboxView:
+        """`view`, perhaps as of an earlier moment: only to commit something over it."""
+        seen = self._seen.get(sandbox_id)
+        if seen is not None and seen.sandbox.tenant_id == tenant_id:
+            return seen
+        return await self.view(sandbox_id, tenant_id)
+
     async def view(self, sandbox_id: str, tenant_id: str | None = None) -> SandboxView:
         """The sandbox; `not_found` for an unknown id or a foreign tenant's."""
         view = await self._core.store.get_sandbox(sandbox_id, tenant_id)
         if view is None:
             raise CorralError("not_found", f"there is no sandbox {sandbox_id[:64]}")
+        self._see(view)
         return view
+
+    def _see(self, view: SandboxView) -> None:
+        sandbox_id = view.sandbox.sandbox_id
+        self._seen.pop(sandbox_id, None)
+        if view.sandbox.state in ("leased", "running"):
+            self._seen[sandbox_id] = view
+            if len(self._seen) > SEEN:
+                self._seen.popitem(last=False)
 
     async def fire(
         self,
@@ -204,7 +224,9 @@ class Lifecycle:
             if transition.end_execs is not None:
                 self._execs.request_ends(transition.sandbox_id, transition.end_execs)
         self._core.wakes.ring(plan.view.sandbox.sandbox_id)
-        return plan.view if done is None else SandboxView(done.sandbox, done.lease, plan.view.instance)
+        view = plan.view if done is None else SandboxView(done.sandbox, done.lease, plan.view.instance)
+        self._see(view)
+        return view
 
     def finishing(self, kinds: Collection[str], outcome: Json, **match: Any) -> CommandDone:
         """For `step(done=…)`: commands of ours of these kinds have this outcome."""
@@ -504,18 +526,20 @@ class Lifecycle:
         renew: tuple[str, int] | None = None,
         idempotency: Idempotency | None = None,
         tenant_id: str = "default",
+        any_fence: bool = False,
     ) -> tuple[ExecRecord, SandboxView | None]:
         """The exec's row as `starting`, its sandbox `running` and, with `renew` = (owner, ttl_ms), the lease: one transaction.
 
         An exec that an earlier call made under the key is returned, without a view. From here on its end may be requested.
+        `any_fence`: the caller named none, so the sandbox's current one counts if `view` was older.
         """
-        fence = Fence(record.incarnation, record.lease_version)
         about = {"exec_id": record.exec_id}
 
         async def attempt(view: SandboxView) -> tuple[ExecRecord, SandboxView | None]:
             plan = Plan(view)
             self.step(plan, "exec_requested", args=about, metadata=about)
             faults.point("transition.before")
+            fence = Fence(record.incarnation, record.lease_version)
             made, done = await self._core.store.begin_exec(
                 record, fence, plan.transitions[0], renew=renew, idempotency=idempotency, tenant_id=tenant_id
             )
@@ -534,7 +558,10 @@ class Lifecycle:
                     view = await self.view(record.sandbox_id)
                     if view.sandbox.state in ENDING:
                         raise gone(view) from error
-                    if error.code != "conflict":
+                    now = fence_of(view)
+                    if any_fence and now != Fence(record.incarnation, record.lease_version):
+                        record = replace(record, incarnation=now.incarnation, lease_version=now.token)
+                    elif error.code != "conflict":
                         raise
         raise CorralError("conflict", f"the sandbox {record.sandbox_id} changes all the time")
 

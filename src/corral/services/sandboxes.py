@@ -134,8 +134,11 @@ class Sandboxes:
                 return gone(view)
         return error
 
-    async def _alive(self, caller: Caller, sandbox_id: str, lease: str | None = None) -> SandboxView:
-        view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
+    async def _alive(
+        self, caller: Caller, sandbox_id: str, lease: str | None = None, *, latest: bool = False
+    ) -> SandboxView:
+        look = self._lifecycle.latest if latest else self._lifecycle.view
+        view = await look(sandbox_id, caller.tenant_id)
         row = view.sandbox
         if row.state in ENDING:
             raise gone(view)
@@ -167,7 +170,7 @@ class Sandboxes:
         core.check_open()
         request = parse_exec(document, core.host)
         self._runner(request)
-        view = await self._alive(caller, sandbox_id, lease)
+        view = await self._alive(caller, sandbox_id, lease, latest=lease is None)
         sandbox_limits, _ = read_limits(view.sandbox.limits)
         check_user(core.policy, view.sandbox.template_id, request.user)
         limits = exec_limits(
@@ -189,6 +192,7 @@ class Sandboxes:
             renew=(caller.owner, _ttl_ms(view)),
             idempotency=idempotency,
             tenant_id=caller.tenant_id,
+            any_fence=lease is None,
         )
         self.drive(record, view=after)
         if wait_s is None:

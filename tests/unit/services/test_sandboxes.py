@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from corral.domain.records import EventRecord, LeaseChange, Transition
 from corral.errors import CorralError
 
 OPEN = ("starting", "running")
@@ -87,6 +89,28 @@ async def test_an_old_lease_is_refused(world):
     assert (await run(world, made["id"], "print", "x", query={"h_corral_lease": "1.1"})).status == 200
     reply = await run(world, made["id"], "print", "x", query={"h_corral_lease": "1.0"})
     assert reply.status == 409 and reply.document["code"] == "lease_lost"
+
+
+async def test_a_sandbox_that_moved_on_unseen_is_looked_at_again(world):
+    made = await make(world)
+    assert (await run(world, made["id"], "print", "x")).status == 200
+    view = await world.store.get_sandbox(made["id"], None)
+    event = EventRecord(made["id"], "acquire", None, None)
+    taken = LeaseChange("take", view.lease.lease_owner, 60_000)
+    await world.store.commit_transition(Transition(made["id"], view.sandbox.version, "leased", event, lease=taken))
+    again = await run(world, made["id"], "print", "x", query={"h_corral_lease": "1.1"})
+    assert again.status == 409 and again.document["code"] == "lease_lost"
+    await world.services.core.store.commit_transition(
+        Transition(made["id"], view.sandbox.version + 1, "leased", event, lease=taken)
+    )
+    done = (await run(world, made["id"], "print", "y")).document
+    assert (done["lease_version"], done["result"]["stdout"]["text"]) == (3, "y")
+    foreign = Transition(made["id"], 0, "leased", event, lease=LeaseChange("take", "another", 60_000))
+    view = await world.store.get_sandbox(made["id"], None)
+    await world.store.commit_transition(replace(foreign, expect_version=view.sandbox.version))
+    lost = await run(world, made["id"], "print", "z")
+    assert lost.status == 409 and lost.document["code"] == "lease_lost"
+    assert len(world.node.starts) == 2
 
 
 async def test_wait_zero_answers_202_and_the_exec_goes_on(world, until):
