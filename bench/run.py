@@ -102,8 +102,14 @@ class Bench:
         return Peer("bwrap", "bwrap --unshare-all true", "fork", lambda: spawn(argv))
 
     def bwrap_python(self) -> Peer:
-        argv = [bwrap_binary(), "--unshare-all", "--ro-bind", "/", "/", PYTHON, "-c", "pass"]
-        return Peer("bwrap-python", "bwrap + python3 -c pass", "fork", lambda: spawn(argv))
+        # Not the whole root: mounts that come and go elsewhere on the machine would make bwrap fail.
+        view = ["--ro-bind", "/usr", "/usr"]
+        for name in ("bin", "lib", "lib64"):
+            view += ["--symlink", f"usr/{name}", f"/{name}"] if os.path.islink(f"/{name}") else []
+        if not PYTHON.startswith("/usr/"):
+            raise Unavailable(f"{PYTHON} does not lie under /usr")
+        argv = [bwrap_binary(), "--unshare-all", *view, PYTHON, "-c", "pass"]
+        return Peer("bwrap-python", "bwrap + python3 -c pass, the system's /usr", "fork", lambda: spawn(argv))
 
     def crun(self) -> Peer:
         crun = need("crun")
