@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 # The machine may be busy with other tests: how long an example takes says nothing.
 settings.register_profile("corral", deadline=None)
 settings.load_profile("corral")
+
+# A test run that was started in the background of a script has inherited "ignored" for these, and so would every command under test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _SHARED = "CORRAL_TEST_SHARED"
 
