@@ -39,6 +39,17 @@ def test_a_child_out_of_memory_is_told_in_a_hint_while_the_program_ends_well(box
         assert result["reason"] == "oom", result
 
 
+def test_a_program_that_wants_more_than_its_share_of_the_processors_is_told_so(box: Box) -> None:
+    spin = "import time\nend = time.monotonic() + 1\nwhile time.monotonic() < end: pass"
+    result = box.run_json("--cpu", "0.25", "-c", spin)["result"]
+    assert result["reason"] == "ok", result
+    held = mode(result, "cpu") == "enforced"
+    assert result["limits"]["cpu"]["hit"] is held, "without the kernel nothing holds it back, and nothing is claimed"
+    if held:
+        assert result["usage"]["cpu_seconds"] < 0.8
+    assert box.run_json("-c", "import time; time.sleep(1)")["result"]["limits"]["cpu"]["hit"] is False
+
+
 def test_a_plain_kill_9_is_a_signal_not_oom(box: Box) -> None:
     status, doc = box.document("run", "--json", "--runtime", box.runtime, "-c", "import os; os.kill(os.getpid(), 9)")
     result = doc["result"]

@@ -225,9 +225,10 @@ def _ended_by_us(facts: ExecFacts, limits: Limits) -> tuple[str, str] | None:
             return "lease_lost", f"the lease on the sandbox ended{before or ' while the program ran'}; acquire it again"
         case "timeout":
             wall = format_seconds(limits.wall_s)
+            slowed = f", held back by its limit of {limits.cpu:g} cpu" if facts.cpu_throttled else ""
             return (
                 "timeout",
-                f"killed: ran longer than {wall}; make it faster, do less at once, or ask for a longer timeout",
+                f"killed: ran longer than {wall}{slowed}; make it faster, do less at once, or ask for a longer timeout",
             )
         case "circuit_breaker":
             return (

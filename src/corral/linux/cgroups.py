@@ -42,6 +42,7 @@ class CgroupStats:
     peak_pids: int | None = None
     pids_limit_hits: int | None = None
     cpu_seconds: float | None = None
+    cpu_throttled: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Cgroup:
             ooms = _keyed(f"{self.v2}/memory.events", "oom_kill")
         else:
             usage = peak = ooms = None
-        pids_at = self.v1.get("pids", self.v2)
+        pids_at, cpu_at = self.v1.get("pids", self.v2), self.v1.get("cpu", self.v2)
         cpu: float | None = None
         if (acct := self.v1.get("cpuacct")) is not None:
             nanoseconds = _number(f"{acct}/cpuacct.usage")
@@ -113,6 +114,7 @@ class Cgroup:
             peak_pids=_number(f"{pids_at}/pids.peak") if pids_at else None,
             pids_limit_hits=_keyed(f"{pids_at}/pids.events", "max") if pids_at else None,
             cpu_seconds=cpu,
+            cpu_throttled=_keyed(f"{cpu_at}/cpu.stat", "nr_throttled") if cpu_at else None,
         )
 
     def reset_peak(self) -> bool:

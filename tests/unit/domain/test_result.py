@@ -44,6 +44,7 @@ def verdict(modes=MODES, **facts):
         ({"signal": 15, "ended_by": "timeout"}, "timeout", 143, "SIGTERM", "ran longer than 2 s"),
         ({"exit_code": 5, "ended_by": "timeout", "usage": Usage(oom_kills=1)}, "timeout", 5, None, "2 s"),
         ({"exit_code": 0, "ended_by": "timeout"}, "timeout", 0, None, "2 s"),
+        ({"signal": 9, "ended_by": "timeout", "cpu_throttled": 7}, "timeout", 137, "SIGKILL", "limit of 1 cpu"),
         ({"signal": 9, "ended_by": "output_limit"}, "output_limit", 137, "SIGKILL", "100 MiB of output"),
         ({"signal": 9, "ended_by": "cancelled"}, "cancelled", 137, "SIGKILL", "cancelled"),
         ({"signal": 9, "ended_by": "sandbox_deleted", "sandbox_lost": True}, "sandbox_deleted", 137, "SIGKILL", "deleted"),

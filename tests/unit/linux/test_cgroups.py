@@ -109,7 +109,9 @@ def test_cpu_time_is_measured(group: Cgroup) -> None:
     code = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     with python(group, code) as child:
         assert child.wait(60) == 0
-    assert 0.2 <= (group.stats().cpu_seconds or 0) < 5
+    seen = group.stats()
+    assert 0.2 <= (seen.cpu_seconds or 0) < 5
+    assert "cpu" not in group.held or (seen.cpu_throttled or 0) > 0, "half a processor for one that wants a whole one"
 
 
 def test_frozen_processes_do_not_run_until_thawed(group: Cgroup) -> None:
@@ -186,7 +188,7 @@ V2_FILES = {
     "pids.peak": "7\n",
     "pids.events": "max 5\n",
     "cpu.max": "max 100000\n",
-    "cpu.stat": "usage_usec 1500000\nuser_usec 1\n",
+    "cpu.stat": "usage_usec 1500000\nuser_usec 1\nnr_periods 9\nnr_throttled 3\n",
 }
 
 
@@ -236,7 +238,7 @@ def test_v2_is_found_and_gets_limits(v2: Hierarchies) -> None:
 @pytest.mark.root
 def test_v2_counters_are_read_and_missing_ones_are_none(v2: Hierarchies) -> None:
     group = v2.create("inst/ins_a", LIMITS)
-    assert group.stats() == cgroups.CgroupStats(4096, 8192, 1, 2, 7, 5, 1.5)
+    assert group.stats() == cgroups.CgroupStats(4096, 8192, 1, 2, 7, 5, 1.5, 3)
     assert not group.reset_peak()
     assert group.v2
     for name in ("memory.peak", "pids.peak", "memory.events"):

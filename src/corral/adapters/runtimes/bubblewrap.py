@@ -283,6 +283,7 @@ class BubblewrapRuntime:
             peak_pids=peak_pids,
             oom_kills=seen.oom_kills,
             pids_limit_hits=seen.pids_limit_hits,
+            cpu_throttled=seen.cpu_throttled,
             disk_bytes=used,
             disk_free_bytes=free,
             inodes_free=inodes,

@@ -237,6 +237,7 @@ class CrunRuntime:
             peak_pids=seen.peak_pids,
             oom_kills=seen.oom_kills,
             pids_limit_hits=seen.pids_limit_hits,
+            cpu_throttled=seen.cpu_throttled,
             disk_bytes=None if limit is None or free is None else max(0, limit - free),
             disk_free_bytes=free,
             inodes_free=inodes,
