@@ -26,7 +26,7 @@ from corral.ports.runtime import HostTree, Instance
 WORKSPACE = "/workspace"
 MAX_CHANGES = 10_000
 TAR_S = 600.0
-_PROGRAM = f"{INSIDE}/site/corral/guest/files.py"
+_PROGRAM = f"{INSIDE}/site/corral/guest/files.pyc"
 
 
 def user_ids(user: str, instance: Instance) -> tuple[int, int]:
