@@ -35,6 +35,7 @@ def _made(mode: str, shared: Path, name: str = "e") -> Iterator[Box]:
     gone = box("gc")
     assert gone.returncode == 0, gone.stderr
     assert box.document("doctor", "--json")[1]["leftovers"] == []
+    assert not harness.holding(state), "a process of this state directory lives on"
     shutil.rmtree(state, ignore_errors=True)
 
 

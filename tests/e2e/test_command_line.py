@@ -238,7 +238,16 @@ def test_bad_values_are_refused_with_code_field_and_hint(one: Box, options: list
 
 @pytest.mark.parametrize(
     "arguments",
-    [["run"], ["run", "--bogus"], ["nonsense"], ["run", "/no/such.py"], ["exec", "sbx_x"], ["cp", "a", "b"]],
+    [
+        ["run"],
+        ["sandbox"],
+        ["runs", "nonsense"],
+        ["run", "--bogus"],
+        ["nonsense"],
+        ["run", "/no/such.py"],
+        ["exec", "sbx_x"],
+        ["cp", "a", "b"],
+    ],
     ids=" ".join,
 )
 def test_wrong_usage_is_2(one: Box, arguments: list[str]) -> None:
@@ -319,8 +328,11 @@ def test_logs_give_the_raw_bytes_of_each_stream(box: Box) -> None:
 
 def test_runs_are_listed_and_shown(box: Box) -> None:
     ident = box.run_json("--", "true")["id"]
-    assert ident in [item["id"] for item in box.document("runs", "ls", "--json")[1]["items"]]
-    assert box.document("runs", "show", ident, "--json")[1]["result"]["reason"] == "ok"
+    for words in (["runs"], ["runs", "ls"]):
+        assert ident in [item["id"] for item in box.document(*words, "--json")[1]["items"]]
+    for words in (["runs"], ["runs", "show"]):
+        assert box.document(*words, ident, "--json")[1]["result"]["reason"] == "ok"
+    assert ident in box("runs").stdout.decode()
     assert box("cancel", ident).returncode == 0
 
 
