@@ -165,7 +165,8 @@ def become_main(plan: Plan, report: int) -> NoReturn:
 def await_plan(plans: _socket.socket, said: int, report: int, standard: Standard) -> NoReturn:
     """In a forked child: become main as soon as there is a plan; end when the guest is gone.
 
-    `said` gets one byte when a plan was read (`k`: background processes are to be ended), so who finds none knows that nothing ran.
+    `said` gets a byte just before the plan is taken, so who finds none there, or still finds the plan, knows that nothing ran; and
+    another one if background processes are to be ended.
     """
     try:
         gc.disable()
@@ -177,10 +178,12 @@ def await_plan(plans: _socket.socket, said: int, report: int, standard: Standard
         if standard.seccomp is not None:
             standard.seccomp.install()
         _rehearse(said)
-        data, control, _, _ = plans.recvmsg(MAX_PACKED + 1, 64, _socket.MSG_CMSG_CLOEXEC)
-        if data:
+        if plans.recv(1, _socket.MSG_PEEK):
+            os.write(said, b"p")
+            data, control, _, _ = plans.recvmsg(MAX_PACKED + 1, 64, _socket.MSG_CMSG_CLOEXEC)
             plan = _unpack_plan(data, control)
-            os.write(said, b"k" if plan.background_kill else b"-")
+            if plan.background_kill:
+                os.write(said, b"k")
             if plan.oom_score_adj != standard.oom_score_adj:
                 _score(plan.oom_score_adj, dumpable=False)
             _become(plan)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 KILL_PATIENCE_S = 5.0
 """How long rounds of KILL go on before the supervisor says that something survived."""
 
+MAX_LOSSES = 5
+"""How often in a row a child that waits may be ended from outside."""
+
 _QUIET = tuple(number for number in range(1, 65) if number not in (4, 5, 6, 7, 8, 11, _signal.SIGCHLD, 32, 33))
 """Signals that a supervisor blocks: all but its own faults and the news of children."""
 
@@ -51,6 +54,7 @@ class _Supervisor:
         self.waiting = 0
         self.report = -1
         self.said = -1
+        self.losses = 0
         self.main = 0
         self.main_ended = False
         self.background_kill = False
@@ -180,24 +184,28 @@ class _Supervisor:
         os.close(report)
         os.close(said)
         self.waiting, self.report, self.said = 0, -1, -1
-        if plan:
-            self.turn += 1
-            self.background_kill = plan == b"k"
-        if end is None and not (plan and not failure):
+        if plan and not failure and self._plan_waits():
+            plan = b""
+        if end is None and (failure or not plan):
             os.waitpid(pid, 0)
+        if not plan:
+            # It was ended from outside, before it took a plan: another one will. But not for ever, nor if it cannot be made ready.
+            self.losses += 1
+            if failure or self.losses > MAX_LOSSES:
+                os._exit(70)
+            self._rest()
+            return
+        self.turn += 1
+        self.losses = 0
+        self.background_kill = plan.endswith(b"k")
         if failure:
             self._tell({**launch.unpack(failure), "idle": True})
             self._rest()
-        elif plan:
+        else:
             self.main = pid
             self._tell({"event": "started", "pid": pid, "at": _now_ms()})
             if end is not None:
                 self._end_of_main(*end)
-        elif self._plan_waits():
-            self._rest()
-        else:
-            # Ended from outside, before it had a plan or while it read one: the guest knows whether it gave one.
-            os._exit(70)
 
     # -- watch -------------------------------------------------------------------------------------------------------------------
     def _reap(self) -> None:
@@ -257,7 +265,7 @@ class _Supervisor:
         if not message:
             return False
         kind, turn, number = _split(message)
-        if turn == self.turn + 1 and self.waiting:
+        while turn == self.turn + 1 and self.waiting:
             # Its plan was sent before: a moment, and there is something to command.
             select.select([self.report], [], [])
             self._launched()

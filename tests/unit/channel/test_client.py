@@ -205,6 +205,97 @@ async def test_a_follower_that_leaves_detaches_and_late_output_is_dropped(pair: 
     await lost(client)
 
 
+async def start_following(
+    client: GuestClient, peer: Peer, exec_id: str = "exe_1"
+) -> tuple[asyncio.Task[Any], dict[str, Any]]:
+    """-> (task of the start, its request, not answered yet)."""
+    task = asyncio.create_task(client.start_exec({"exec_id": exec_id, "argv": ["x"]}, fence=FENCE, follow=True))
+    request = await peer.request()
+    assert request["op"] == "exec.start" and set(request["streams"]) == {"stdout", "stderr"}
+    return task, request
+
+
+async def test_a_start_that_is_followed_needs_no_attach_and_loses_nothing_that_came_before_it(pair: Pair) -> None:
+    client, peer = await pair()
+    task, request = await start_following(client, peer)
+    await peer.send(protocol.data_frame(request["streams"]["stdout"], 0, 1, b"early "))
+    await peer.answer(request, running("exe_1") | {"attached": True})
+    assert (await task)["state"] == "running"
+    await peer.send(protocol.data_frame(request["streams"]["stdout"], 6, 2, b"late"))
+    event = {"event": "ended", "attach": request["attach"], "status": ended("exe_1", 10)}
+    await peer.send(protocol.control(protocol.EVENT, event))
+    items = [item async for item in client.attach("exe_1")]
+    assert b"".join(item.data for item in items[:-1]) == b"early late"
+    assert isinstance(items[-1], Ended)
+    kind, payload = await peer.frame()
+    assert (kind, protocol.split_ack(payload)) == (protocol.ACK, (request["streams"]["stdout"], 10))
+
+
+async def test_where_a_start_is_not_followed_the_attach_is_asked_for(pair: Pair) -> None:
+    """A second start, a program that never ran, a guest of an older version: they do not say `attached`."""
+    client, peer = await pair()
+    task, request = await start_following(client, peer)
+    await peer.answer(request, running("exe_1"))
+    await task
+    _, follower, attached = await attach(client, peer)
+    assert not set(attached["streams"].values()) & set(request["streams"].values())
+    follower.cancel()
+
+
+async def test_an_attach_from_further_on_lets_the_followed_start_go(pair: Pair) -> None:
+    client, peer = await pair()
+    task, request = await start_following(client, peer)
+    await peer.answer(request, running("exe_1") | {"attached": True})
+    await task
+    stream = client.attach("exe_1", {"stdout": 5})
+    first = asyncio.ensure_future(anext(stream))
+    detach, again = await peer.request(), await peer.request()
+    assert (detach["op"], detach["attach"]) == ("exec.detach", request["attach"])
+    assert (again["op"], again["offsets"]) == ("exec.attach", {"stdout": 5, "stderr": 0})
+    await peer.send(protocol.data_frame(request["streams"]["stdout"], 0, 1, b"on its way"))
+    await peer.answer(detach, {})
+    await peer.answer(again, running("exe_1"))
+    await peer.send(protocol.data_frame(again["streams"]["stdout"], 5, 1, b"on"))
+    assert (await first).data == b"on"
+    await stream.aclose()
+
+
+async def test_a_refused_start_is_followed_by_nothing(pair: Pair) -> None:
+    client, peer = await pair()
+    task, request = await start_following(client, peer)
+    error = {"code": "lease_lost", "detail": "no", "field": None}
+    await peer.send(protocol.control(protocol.REPLY, {"id": request["id"], "error": error}))
+    with pytest.raises(CorralError):
+        await task
+    await peer.send(protocol.data_frame(request["streams"]["stdout"], 0, 1, b"x"))
+    await lost(client)
+
+
+async def test_a_followed_start_that_is_cancelled_detaches_and_the_connection_lives(pair: Pair) -> None:
+    client, peer = await pair()
+    task, request = await start_following(client, peer)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    detach = await peer.request()
+    assert (detach["op"], detach["attach"]) == ("exec.detach", request["attach"])
+    await peer.answer(request, running("exe_1") | {"attached": True})
+    await peer.send(protocol.data_frame(request["streams"]["stdout"], 0, 1, b"x"))
+    await peer.answer(detach, {})
+    ping = asyncio.create_task(client.ping())
+    await peer.answer(await peer.request(), {})
+    await ping
+
+
+async def test_a_followed_start_that_nobody_takes_may_not_grow_beyond_the_window(pair: Pair) -> None:
+    client, peer = await pair(ChannelLimits(max_window=100_000))
+    task, request = await start_following(client, peer)
+    await peer.answer(request, running("exe_1") | {"attached": True})
+    await task
+    for number in range(3):
+        await peer.send(protocol.data_frame(request["streams"]["stdout"], number * 50_000, 1, bytes(50_000)))
+    await lost(client)
+
+
 async def test_tiny_frames_are_merged_while_the_consumer_is_slow(pair: Pair) -> None:
     client, peer = await pair(ChannelLimits(frames_per_s=1e9))
     stream = client.attach("exe_1")

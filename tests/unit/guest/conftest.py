@@ -103,7 +103,7 @@ class RunningGuest:
 
     async def run(self, client: GuestClient, *argv: str, **more: Any) -> Result:
         spec = self.spec(*argv, **more)
-        status = await client.start_exec(spec, fence=FENCE)
+        status = await client.start_exec(spec, fence=FENCE, follow=True)
         if status["state"] == "failed":
             return Result(status, b"", b"")
         return await self.follow(client, spec["exec_id"])
