@@ -136,6 +136,11 @@ class Guest:
             kernel.clear_ambient()
         if not options.unsafe_dumpable:
             kernel.set_dumpable(False)
+        # A background job of a shell ignores SIGINT and SIGQUIT, and so would everything inside: programs begin with the defaults.
+        # 13 and 25 are the interpreter's own and are reset for each exec.
+        for number in range(1, 65):
+            if number not in (13, 25) and _signal.getsignal(number) == _signal.SIG_IGN:
+                _signal.signal(number, _signal.SIG_DFL)
         # SIGINT has a Python handler, and what has a handler reaches even PID 1.
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL if os.getpid() == 1 else _signal.SIG_IGN)
         if os.getpid() != 1:

@@ -10,6 +10,8 @@ from corral.channel import Ended, GuestClient
 from corral.domain.fence import Fence
 from corral.errors import CorralError
 
+from .conftest import start
+
 FENCE = Fence(1, 1)
 
 
@@ -204,3 +206,18 @@ async def test_ended_is_the_last_item(guest, client: GuestClient) -> None:
     assert [type(i).__name__ for i in items] == ["Data", "Ended"]
     assert isinstance(items[-1], Ended)
     assert items[-1].status["offsets"] == {"stdout": 2, "stderr": 0}
+
+
+async def test_signals_that_the_guests_starter_ignored_are_not_ignored_by_programs() -> None:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGQUIT, signal.SIGUSR1)}
+    try:
+        guest = start("child")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    try:
+        client = await guest.connect()
+        result = await guest.run(client, "grep", "SigIgn", "/proc/self/status")
+        assert int(result.stdout.split()[1], 16) == 0
+    finally:
+        await guest.stop()
