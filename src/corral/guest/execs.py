@@ -206,7 +206,12 @@ class Runner:
         return None
 
     def _fork(self, plan: launch.Plan) -> Post:
-        return posts.fork(plan, self._standard, reusable=self._reusable(plan), dumpable=plan.dumpable)
+        # One is to stand by when all is over; more of them would only prepare in vain.
+        enough = bool(self.idle) or any(
+            job.post is not None and job.post.plans is not None and not job.finished
+            for job in self.by_supervisor.values()
+        )
+        return posts.fork(plan, self._standard, reusable=self._reusable(plan) and not enough, dumpable=plan.dumpable)
 
     def _reusable(self, plan: launch.Plan) -> bool:
         # Who has the guest's own uid can reach its supervisor.
