@@ -238,10 +238,35 @@ def test_the_whole_program_with_canaries_leaves_them_nowhere(who: str) -> None:
         shutil.rmtree(state, ignore_errors=True)
 
 
+def _readable(places: list[str], into: Path) -> list[str]:
+    """Copies of what is imported, which another user may read wherever checkout and environment lie (ours are closed to others)."""
+    tools = (
+        "__pycache__",
+        "mypy*",
+        "ruff*",
+        "hypothesis*",
+        "pytest*",
+        "_pytest*",
+        "fastapi*",
+        "pydantic*",
+        "pip*",
+        "setuptools*",
+    )
+    for number, place in enumerate(places):
+        if not (into / str(number)).exists():
+            shutil.copytree(place, into / str(number), ignore=shutil.ignore_patterns(*tools))
+    for data in ("policy", "runners", "templates"):  # found beside the sources, as in a checkout
+        shutil.copytree(Path(places[0]).parent / data, into / data, dirs_exist_ok=True)
+    subprocess.run(["chmod", "-R", "a+rX", str(into)], check=True)
+    return [str(into / str(number)) for number in range(len(places))]
+
+
 def _run_with_canaries(
     runtime: str, program: Path, state: Path, canary: str, code_word: str, become: dict[str, Any]
 ) -> None:
-    site = [path for path in sys.path if path.endswith("site-packages")]
+    places = [str(Path(corral.__file__).parents[1]), *(path for path in sys.path if path.endswith("site-packages"))]
+    if become:
+        places = _readable(places, program.parent / "packages")
     child = subprocess.Popen(
         [
             user_python() if become else sys.executable,
@@ -251,7 +276,7 @@ def _run_with_canaries(
         env={
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": str(program.parent),
-            "PYTHONPATH": os.pathsep.join([str(Path(corral.__file__).parents[1]), *site]),
+            "PYTHONPATH": os.pathsep.join(places),
             "PYTHONDONTWRITEBYTECODE": "1",
             "CORRAL_STATE_DIR": str(state),
             "CORRAL_TEMPLATES": str(program.parent / "templates"),
