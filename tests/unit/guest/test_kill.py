@@ -96,7 +96,8 @@ async def test_the_own_time_limit_ends_the_tree_without_any_client(guest) -> Non
     client = await guest.connect()
     result = await guest.follow(client, spec["exec_id"])
     assert (result.stdout, result.status["ended_by"], result.status["killed_all"]) == (b"start\n", "timeout", True)
-    assert 900 <= result.status["ended_ms"] - result.status["started_ms"] < 20_000
+    # The clock runs from the request; on a busy machine the program begins a good while later.
+    assert 300 <= result.status["ended_ms"] - result.status["started_ms"] < 20_000
     await until_none(client)
 
 
