@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from corral.guest import loop, protocol
-from corral.guest.execs import Exec
+from corral.guest.record import Exec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

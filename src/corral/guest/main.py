@@ -14,7 +14,8 @@ import time
 
 from corral.guest import kernel, loop, processes, protocol
 from corral.guest.connections import MAX_QUEUED, Connection
-from corral.guest.execs import Exec, Runner
+from corral.guest.execs import Runner
+from corral.guest.record import Exec
 from corral.guest.requests import Defaults, Refusal, integer_of, seconds_of, window_of
 
 TYPE_CHECKING = False

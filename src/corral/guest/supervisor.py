@@ -81,8 +81,7 @@ class _Supervisor:
         wake, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         _signal.signal(_signal.SIGCHLD, lambda *_: None)
         _signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        guest = self.guest.fileno()
-        self.poller.register(guest, select.POLLIN)
+        self.poller.register(self.guest.fileno(), select.POLLIN)
         self.poller.register(wake, select.POLLIN)
         if plan is None:
             self._rest()
@@ -96,15 +95,16 @@ class _Supervisor:
             self._tell({"event": "started", "pid": self.main, "at": _now_ms()})
         self._reap()
         while self._goes_on():
-            for fd, _ in self.poller.poll():
-                if fd == wake:
-                    _drain(wake)
-                elif fd == self.report:
-                    self._launched()
-                elif fd == guest and not self._command():
-                    # The guest is gone, and with it the sandbox: nothing may live on without it.
-                    processes.end_tree(os.getpid(), time.monotonic() + KILL_PATIENCE_S, self.killed, self._reap)
-                    return 0
+            # One at a time: what is done about one may close, or open anew, what another was about.
+            fd, _ = self.poller.poll()[0]
+            if fd == wake:
+                _drain(wake)
+            elif fd == self.report:
+                self._launched()
+            elif not self._command():
+                # The guest is gone, and with it the sandbox: nothing may live on without it.
+                processes.end_tree(os.getpid(), time.monotonic() + KILL_PATIENCE_S, self.killed, self._reap)
+                return 0
             self._reap()
         return 0
 

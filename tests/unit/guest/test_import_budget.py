@@ -22,7 +22,7 @@ ALLOWED = {
     # the guest
     "corral", "corral.guest", "corral.guest.connections", "corral.guest.execs", "corral.guest.kernel", "corral.guest.launch",
     "corral.guest.loop",
-    "corral.guest.main", "corral.guest.posts", "corral.guest.processes", "corral.guest.protocol", "corral.guest.requests",
+    "corral.guest.main", "corral.guest.posts", "corral.guest.processes", "corral.guest.protocol", "corral.guest.record", "corral.guest.requests",
     "corral.guest.streams", "corral.guest.supervisor",
 }  # fmt: skip
 
