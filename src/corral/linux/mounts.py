@@ -15,6 +15,7 @@ import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -306,6 +307,9 @@ def _clone(source: str, recursive: bool) -> Iterator[int]:
         os.close(tree)
 
 
+_BUSY_PAUSES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
+
+
 def _set_attributes(
     tree: int,
     flags: int,
@@ -320,8 +324,13 @@ def _set_attributes(
     attributes = _MountAttr(flags, 0, propagation, 0 if userns_fd is None else userns_fd)
     how = _AT_EMPTY_PATH | (_AT_RECURSIVE if recursive else 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    if _syscall(_MOUNT_SETATTR, tree, b"", how, ctypes.byref(attributes), size) < 0:
-        raise _fail("mount_setattr", path)
+    # EBUSY means a writer whose file was closed a moment ago and whose release the kernel has put off: seen with many starts at once.
+    for pause in (*_BUSY_PAUSES, None):
+        if _syscall(_MOUNT_SETATTR, tree, b"", how, ctypes.byref(attributes), size) >= 0:
+            return
+        if ctypes.get_errno() != errno.EBUSY or pause is None:
+            raise _fail("mount_setattr", path)
+        time.sleep(pause)
 
 
 def _propagation(path: str, kind: int, recursive: bool) -> None:
