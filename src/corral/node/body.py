@@ -230,10 +230,12 @@ class Body:
     ) -> list[int]:
         """Host pids that began at or after `since_ticks`, are none of `older` and still run: the witness of a kill.
 
-        With `uid` only processes of that user of the host: where execs have their own, the guest may have its helpers.
+        PID 1 is never one: a sandbox's first exec may begin within the same tick. With `uid` only processes of that user of the host:
+        where execs have their own, the guest may have its helpers.
         """
+        first = set() if self.pid1 is None else {(self.pid1.pid, self.pid1.start_time)}
         members = await self.members()
-        return [pid for pid, began in members - older if began >= since_ticks and _runs(pid, began, uid)]
+        return [pid for pid, began in members - older - first if began >= since_ticks and _runs(pid, began, uid)]
 
     def uid_of_execs(self, uid: int | None) -> int | None:
         """Whom on the host an exec's processes belong to for sure, given its uid inside; None when they share it with the guest."""

@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from corral.adapters.runtimes import _bwrap
 from corral.errors import CorralError
 from corral.node.interpreter import PYTHON_ARGV, ensure_interpreter
 from corral.node.templates import Templates, find_program
@@ -21,17 +23,25 @@ def small_recipe(directory: Path, **changes: str) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def bwrap(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The program that the wheel brings, as the runtime unpacks it; else the system's."""
+    found = _bwrap.install(str(tmp_path_factory.mktemp("bwrap"))) or shutil.which("bwrap")
+    assert found, "neither the wheel nor the system has bubblewrap"
+    return found
+
+
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_frozen_program_runs_with_nothing_but_the_base(state: Path) -> None:
+def test_a_frozen_program_runs_with_nothing_but_the_base(state: Path, bwrap: str) -> None:
     template = asyncio.run(Templates(state, small_recipe(state / "recipes")).ensure("small"))
     awk = find_program(Path(template.path), "awk")
     assert awk == "/usr/bin/awk"
     done = subprocess.run(
-        ["bwrap", "--unshare-all", "--ro-bind", template.path, "/", "--clearenv", awk, "BEGIN { print 6 * 7 }"],
+        [bwrap, "--unshare-all", "--ro-bind", template.path, "/", "--clearenv", awk, "BEGIN { print 6 * 7 }"],
         capture_output=True,
         text=True,
     )
@@ -123,7 +133,7 @@ def test_many_builders_at_once_make_one_base(state: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_host_template_runs_python_bash_node_and_c(state: Path) -> None:
+def test_the_host_template_runs_python_bash_node_and_c(state: Path, bwrap: str) -> None:
     template = asyncio.run(Templates(state, RECIPES).ensure("host"))
     script = r"""
       set -e
@@ -134,7 +144,7 @@ def test_the_host_template_runs_python_bash_node_and_c(state: Path) -> None:
     """
     done = subprocess.run(
         [
-            "bwrap",
+            bwrap,
             "--unshare-all",
             "--ro-bind",
             template.path,
@@ -169,11 +179,11 @@ def test_the_host_template_runs_python_bash_node_and_c(state: Path) -> None:
 
 @pytest.mark.index
 @pytest.mark.slow
-def test_the_busybox_template_has_one_static_program(state: Path) -> None:
+def test_the_busybox_template_has_one_static_program(state: Path, bwrap: str) -> None:
     template = asyncio.run(Templates(state, RECIPES).ensure("busybox"))
     done = subprocess.run(
         [
-            "bwrap",
+            bwrap,
             "--unshare-all",
             "--ro-bind",
             template.path,
@@ -189,14 +199,14 @@ def test_the_busybox_template_has_one_static_program(state: Path) -> None:
     assert not list(Path(template.path).rglob("libc.so*"))
 
 
-def test_the_projected_interpreter_runs_in_an_empty_root(state: Path) -> None:
+def test_the_projected_interpreter_runs_in_an_empty_root(state: Path, bwrap: str) -> None:
     tree = ensure_interpreter(state)
     root = state / "empty"
     (root / ".corral").mkdir(parents=True)
     code = "import sys, tarfile, ctypes, json; print(sys.prefix, len([p for p in sys.path if not p.startswith('/.corral')]))"
     done = subprocess.run(
         [
-            "bwrap",
+            bwrap,
             "--unshare-all",
             "--ro-bind",
             str(root),
