@@ -6,71 +6,41 @@ A handler takes the services, the request and the parts of its pattern, and answ
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import math
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable
+from typing import Literal
 
 from corral.api import sse
-from corral.api.problems import MAX_BODY, check_depth, decode, problem, read_body
-from corral.domain.records import Idempotency
+from corral.api.calls import (
+    Reply,
+    Request,
+    Route,
+    choice_of,
+    document_of,
+    flag_of,
+    idempotency_of,
+    integer_of,
+    object_of,
+    seconds_of,
+    until_stop,
+)
+from corral.api.problems import MAX_BODY, problem, read_body
 from corral.errors import CorralError
 from corral.services.control import Services
-from corral.services.events import Caller, StreamEvent
+from corral.services.events import StreamEvent
 
-Json = dict[str, Any]
+__all__ = ["ROUTES", "Reply", "Request", "dispatch", "match"]
+
 DEFAULT_WAIT_S = 60.0
-MAX_WAIT_S = 3600.0
 PRIME_S = 0.3
 """How long a stream that resumes is given to say that its cursor is gone, before the answer begins."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call. `document` is a body that is decoded already (in process); header names are lower-case."""
-
-    method: str
-    path: str
-    query: Mapping[str, str] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes | AsyncIterator[bytes] = b""
-    document: Any = None
-    caller: Caller = field(default_factory=Caller)
-
-
-@dataclass(frozen=True)
-class Reply:
-    """One answer: a document, or raw bytes, or events. `text` tells how events are put on a wire."""
-
-    status: int = 200
-    document: Json | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    raw: AsyncIterator[bytes] | None = None
-    events: AsyncIterator[StreamEvent] | None = None
-    text: bool = True
-    media_type: str = "application/json"
-
-
-Handler = Callable[..., Awaitable[Reply]]
-
-
-@dataclass(frozen=True)
-class Route:
-    """`pattern` has `{name}` for one segment and a last `{name:path}` for the rest."""
-
-    method: str
-    pattern: str
-    handler: Handler
 
 
 async def dispatch(services: Services, request: Request) -> Reply:
     """Find the route, run it; every error becomes a problem document."""
     try:
-        handler, parts = match(request.method, request.path)
-        return await handler(services, request, **parts)
+        route, parts = match(request.method, request.path)
+        return await route.handler(services, request, **parts)
     except CorralError as error:
         status, document, headers = problem(services.core.as_seen(error))
         return Reply(status, document, headers, media_type="application/problem+json")
@@ -82,8 +52,8 @@ async def dispatch(services: Services, request: Request) -> Reply:
         return Reply(status, document, headers, media_type="application/problem+json")
 
 
-def match(method: str, path: str) -> tuple[Handler, dict[str, str]]:
-    """The handler for a percent-encoded path; `not_found`, or 405 as `bad_request` when only the method is wrong."""
+def match(method: str, path: str) -> tuple[Route, dict[str, str]]:
+    """The route for a percent-encoded path; `not_found`, or 405 as `bad_request` when only the method is wrong."""
     segments = path.strip("/").split("/")
     allowed: list[str] = []
     for route in ROUTES:
@@ -91,7 +61,7 @@ def match(method: str, path: str) -> tuple[Handler, dict[str, str]]:
         if parts is None:
             continue
         if route.method == method:
-            return route.handler, parts
+            return route, parts
         allowed.append(route.method)
     if allowed:
         raise CorralError("bad_request", f"{path} does not take {method}", hint=f"use {' or '.join(sorted(allowed))}")
@@ -122,132 +92,27 @@ def _unquote(text: str) -> str:
     return unquote_to_bytes(text).decode("utf-8", "surrogateescape")
 
 
-# -- parts of requests ---------------------------------------------------------------------------------------------------------
-async def _document(request: Request) -> Any:
-    if request.document is not None:
-        check_depth(request.document)
-        return request.document
-    raw = await read_body(request.body)
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind not in ("application/json", "") and not kind.endswith("+json"):
-        raise CorralError("bad_request", f"the body is {kind}, not application/json")
-    return decode(raw)
-
-
-async def _empty_or_document(request: Request) -> Json:
-    if request.document is None and not isinstance(request.body, bytes):
-        raw = await read_body(request.body)
-    elif request.document is None:
-        raw = request.body if isinstance(request.body, bytes) else b""
-    else:
-        return request.document if isinstance(request.document, dict) else {}
-    if not raw:
-        return {}
-    document = decode(raw)
-    if not isinstance(document, dict):
-        raise CorralError("invalid_value", "the body is not an object", field="")
-    return document
-
-
-def _idempotency(request: Request, route: str, document: Any) -> Idempotency | None:
-    key = request.headers.get("idempotency-key")
-    if key is None:
-        return None
-    if not 1 <= len(key) <= 200 or not key.isascii() or not key.isprintable():
-        raise CorralError("invalid_value", "the Idempotency-Key is not 1 to 200 printable ASCII characters")
-    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    return Idempotency(request.caller.tenant_id, route, key, hashlib.sha256(canonical.encode()).hexdigest())
-
-
-def _seconds(request: Request, name: str, default: float) -> float:
-    text = request.query.get(name)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_WAIT_S:
-        raise CorralError(
-            "invalid_value", f"{name} is not a number of seconds from 0 to {MAX_WAIT_S:.0f}", field=f"/{name}"
-        )
-    return value
-
-
-def _flag(request: Request, name: str) -> bool:
-    text = request.query.get(name, "false").lower()
-    if text not in ("true", "false", "1", "0"):
-        raise CorralError("invalid_value", f"{name} is neither true nor false", field=f"/{name}")
-    return text in ("true", "1")
-
-
-def _integer(request: Request, name: str, default: int, low: int, high: int) -> int:
-    text = request.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and low <= int(text) <= high):
-        raise CorralError("invalid_value", f"{name} is not an integer from {low} to {high}", field=f"/{name}")
-    return int(text)
-
-
-def _choice(request: Request, name: str, choices: tuple[str, ...], default: str) -> str:
-    value = request.query.get(name, default)
-    if value not in choices:
-        raise CorralError("invalid_value", f"{name} is not one of {', '.join(choices)}", field=f"/{name}")
-    return value
-
-
 def _stream_name(request: Request) -> Literal["stdout", "stderr"]:
-    return "stderr" if _choice(request, "stream", ("stdout", "stderr"), "stdout") == "stderr" else "stdout"
+    return "stderr" if choice_of(request, "stream", ("stdout", "stderr"), "stdout") == "stderr" else "stdout"
 
 
 def _view(request: Request) -> tuple[bool, int | None]:
     """(with output, agent view's budget in characters or None)."""
-    output = _choice(request, "output", ("full", "none"), "full") == "full"
-    if _choice(request, "view", ("full", "agent"), "full") == "agent":
-        return output, _integer(request, "chars", 8000, 200, 1_000_000)
+    output = choice_of(request, "output", ("full", "none"), "full") == "full"
+    if choice_of(request, "view", ("full", "agent"), "full") == "agent":
+        return output, integer_of(request, "chars", 8000, 200, 1_000_000)
     return output, None
 
 
 async def _stream(
     services: Services, request: Request, open_at: Callable[[str | None], AsyncIterator[StreamEvent]]
 ) -> Reply:
-    text = _choice(request, "encoding", ("text", "base64"), "text") == "text"
+    text = choice_of(request, "encoding", ("text", "base64"), "text") == "text"
     start = sse.Position.parse(request.query.get("cursor") or request.headers.get("last-event-id"))
-    source = _honest(services, open_at(start.node))
+    source = until_stop(services, open_at(start.node))
     if start.node is not None:
         source = await _primed(source)
     return Reply(events=sse.position(source, start, whole=text), text=text, media_type="text/event-stream")
-
-
-async def _honest(services: Services, source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEvent]:
-    """The same events; when the service stops, the client is sent to the next owner at once."""
-    core = services.core
-    stopping = asyncio.ensure_future(core.stopping.wait())
-    pending: asyncio.Future[StreamEvent | None] | None = None
-    try:
-        while True:
-            pending = asyncio.ensure_future(anext(source, None))
-            await asyncio.wait({pending, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not pending.done():
-                core.check_open()
-            event = await pending
-            if event is None:
-                core.check_open()
-                return
-            yield event
-            if event.kind == "ended":
-                return
-    except CorralError as error:
-        raise core.as_seen(error) from error
-    finally:
-        stopping.cancel()
-        if pending is not None:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-        close = getattr(source, "aclose", None)
-        if close is not None:
-            await close()
 
 
 async def _primed(source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEvent]:
@@ -278,10 +143,10 @@ async def _primed(source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEve
 
 # -- runs ----------------------------------------------------------------------------------------------------------------------
 async def submit_run(services: Services, request: Request) -> Reply:
-    wait = _seconds(request, "wait", DEFAULT_WAIT_S)
+    wait = seconds_of(request, "wait", DEFAULT_WAIT_S)
     output, view = _view(request)
-    document = await _document(request)
-    key = _idempotency(request, "POST /v1/runs", document)
+    document = await document_of(request)
+    key = idempotency_of(request, "POST /v1/runs", document)
     run = await services.runs.submit(request.caller, document, key, wait)
     answer = await services.documents.run(run, output=output, view=view)
     location = {"Location": f"/v1/runs/{run.run_id}"}
@@ -289,19 +154,19 @@ async def submit_run(services: Services, request: Request) -> Reply:
 
 
 async def list_runs(services: Services, request: Request) -> Reply:
-    limit = _integer(request, "limit", 100, 1, 1000)
+    limit = integer_of(request, "limit", 100, 1, 1000)
     runs, following = await services.runs.page(request.caller, after=request.query.get("after"), limit=limit)
     return Reply(200, {"items": [services.documents.run_summary(r) for r in runs], "next": following})
 
 
 async def get_run(services: Services, request: Request, run_id: str) -> Reply:
     output, view = _view(request)
-    run = await services.runs.wait(request.caller, run_id, _seconds(request, "wait", 0.0))
+    run = await services.runs.wait(request.caller, run_id, seconds_of(request, "wait", 0.0))
     return Reply(200, await services.documents.run(run, output=output, view=view))
 
 
 async def cancel_run(services: Services, request: Request, run_id: str) -> Reply:
-    wait = _seconds(request, "wait", 10.0)
+    wait = seconds_of(request, "wait", 10.0)
     await services.runs.cancel(request.caller, run_id, "cancelled")
     run = await services.runs.wait(request.caller, run_id, wait)
     return Reply(200 if run.state == "finished" else 202, await services.documents.run(run))
@@ -314,7 +179,7 @@ async def stream_run(services: Services, request: Request, run_id: str) -> Reply
 
 async def run_logs(services: Services, request: Request, run_id: str) -> Reply:
     stream = _stream_name(request)
-    raw = await services.runs.logs(request.caller, run_id, stream, follow=_flag(request, "follow"))
+    raw = await services.runs.logs(request.caller, run_id, stream, follow=flag_of(request, "follow"))
     return Reply(raw=raw, media_type="application/octet-stream")
 
 
@@ -325,16 +190,16 @@ async def run_artifact(services: Services, request: Request, run_id: str, path: 
 
 # -- sandboxes -----------------------------------------------------------------------------------------------------------------
 async def create_sandbox(services: Services, request: Request) -> Reply:
-    document = await _empty_or_document(request)
-    key = _idempotency(request, "POST /v1/sandboxes", document)
+    document = await object_of(request)
+    key = idempotency_of(request, "POST /v1/sandboxes", document)
     view = await services.sandboxes.create(request.caller, document, key)
     return Reply(201, services.documents.sandbox(view), {"Location": f"/v1/sandboxes/{view.sandbox.sandbox_id}"})
 
 
 async def list_sandboxes(services: Services, request: Request) -> Reply:
-    limit = _integer(request, "limit", 100, 1, 1000)
+    limit = integer_of(request, "limit", 100, 1, 1000)
     views, following = await services.sandboxes.page(
-        request.caller, after=request.query.get("after"), limit=limit, ended=_flag(request, "all")
+        request.caller, after=request.query.get("after"), limit=limit, ended=flag_of(request, "all")
     )
     return Reply(200, {"items": [services.documents.sandbox(v) for v in views], "next": following})
 
@@ -345,15 +210,15 @@ async def get_sandbox(services: Services, request: Request, sandbox_id: str) -> 
 
 
 async def delete_sandbox(services: Services, request: Request, sandbox_id: str) -> Reply:
-    view = await services.sandboxes.delete(request.caller, sandbox_id, _seconds(request, "wait", DEFAULT_WAIT_S))
+    view = await services.sandboxes.delete(request.caller, sandbox_id, seconds_of(request, "wait", DEFAULT_WAIT_S))
     return Reply(200 if view.sandbox.state == "terminated" else 202, services.documents.sandbox(view))
 
 
 async def start_exec(services: Services, request: Request, sandbox_id: str) -> Reply:
-    document = await _document(request)
+    document = await document_of(request)
     output, view = _view(request)
-    wait = _seconds(request, "wait", DEFAULT_WAIT_S) if "wait" in request.query else None
-    key = _idempotency(request, f"POST /v1/sandboxes/{sandbox_id}/execs", document)
+    wait = seconds_of(request, "wait", DEFAULT_WAIT_S) if "wait" in request.query else None
+    key = idempotency_of(request, f"POST /v1/sandboxes/{sandbox_id}/execs", document)
     fence = request.headers.get("corral-lease")
     record = await services.sandboxes.start_exec(request.caller, sandbox_id, document, key, fence, wait, DEFAULT_WAIT_S)
     reason = (record.result or {}).get("reason")
@@ -399,14 +264,14 @@ async def list_execs(services: Services, request: Request, sandbox_id: str) -> R
 
 async def sandbox_logs(services: Services, request: Request, sandbox_id: str) -> Reply:
     stream = _stream_name(request)
-    raw = await services.sandboxes.sandbox_logs(request.caller, sandbox_id, stream, follow=_flag(request, "follow"))
+    raw = await services.sandboxes.sandbox_logs(request.caller, sandbox_id, stream, follow=flag_of(request, "follow"))
     return Reply(raw=raw, media_type="application/octet-stream")
 
 
 # -- execs ---------------------------------------------------------------------------------------------------------------------
 async def get_exec(services: Services, request: Request, exec_id: str) -> Reply:
     output, view = _view(request)
-    record = await services.sandboxes.wait_exec(request.caller, exec_id, _seconds(request, "wait", 0.0))
+    record = await services.sandboxes.wait_exec(request.caller, exec_id, seconds_of(request, "wait", 0.0))
     return Reply(200, await services.documents.exec(record, output=output, view=view))
 
 
@@ -417,7 +282,7 @@ async def stream_exec(services: Services, request: Request, exec_id: str) -> Rep
 
 async def exec_logs(services: Services, request: Request, exec_id: str) -> Reply:
     stream = _stream_name(request)
-    raw = await services.sandboxes.logs(request.caller, exec_id, stream, follow=_flag(request, "follow"))
+    raw = await services.sandboxes.logs(request.caller, exec_id, stream, follow=flag_of(request, "follow"))
     return Reply(raw=raw, media_type="application/octet-stream")
 
 
@@ -432,19 +297,19 @@ async def cancel_exec(services: Services, request: Request, exec_id: str) -> Rep
 
 
 async def signal_exec(services: Services, request: Request, exec_id: str) -> Reply:
-    document = await _document(request)
+    document = await document_of(request)
     await services.sandboxes.signal_exec(request.caller, exec_id, document)
     return Reply(200, {})
 
 
 async def resize_exec(services: Services, request: Request, exec_id: str) -> Reply:
-    await services.sandboxes.resize_exec(request.caller, exec_id, await _document(request))
+    await services.sandboxes.resize_exec(request.caller, exec_id, await document_of(request))
     return Reply(200, {})
 
 
 async def stdin_exec(services: Services, request: Request, exec_id: str) -> Reply:
     data = await read_body(request.body, MAX_BODY)
-    await services.sandboxes.stdin_exec(request.caller, exec_id, data, _flag(request, "eof"))
+    await services.sandboxes.stdin_exec(request.caller, exec_id, data, flag_of(request, "eof"))
     return Reply(200, {})
 
 
@@ -454,7 +319,7 @@ async def collect_garbage(services: Services, request: Request) -> Reply:
 
 
 async def doctor(services: Services, request: Request) -> Reply:
-    return Reply(200, await services.upkeep.doctor(fresh=_flag(request, "fresh")))
+    return Reply(200, await services.upkeep.doctor(fresh=flag_of(request, "fresh")))
 
 
 async def healthz(services: Services, request: Request) -> Reply:
