@@ -105,11 +105,13 @@ class Documents:
         result = dict(stored)
         for name in ("stdout", "stderr"):
             facts = StreamFacts(**stored[name])
-            result[name] = await self._stream(facts, exec_id if output else None, name)
+            result[name] = await self._stream(facts, exec_id, name, output)
         return result
 
-    async def _stream(self, facts: StreamFacts, exec_id: str | None, name: Literal["stdout", "stderr"]) -> Json:
-        if exec_id is None:
+    async def _stream(
+        self, facts: StreamFacts, exec_id: str | None, name: Literal["stdout", "stderr"], output: bool
+    ) -> Json:
+        if not output:
             return {
                 "bytes": facts.produced,
                 "kept_bytes": facts.kept,
@@ -119,7 +121,7 @@ class Documents:
                 "head_bytes": facts.head if facts.truncated else None,
             }
         head, tail = b"", b""
-        if facts.produced:
+        if facts.produced and exec_id is not None:
             try:
                 head, tail = await self._node.read_output(exec_id, name)
             except CorralError as error:

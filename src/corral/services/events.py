@@ -108,8 +108,9 @@ class Watchers:
             self._count[key] -= 1
             if not self._count[key]:
                 del self._count[key]
-                self._left[key] = asyncio.get_running_loop().time()
-                self._grace.pop(key, None)
+                if key in self._left:  # else nobody has to be missed: it has ended, or was never attached
+                    self._left[key] = asyncio.get_running_loop().time()
+                    self._grace.pop(key, None)
 
     def expect(self, key: str, grace_s: float = 0.0) -> None:
         """A client should come: count the time without one from now (plus `grace_s`)."""

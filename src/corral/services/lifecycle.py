@@ -327,7 +327,16 @@ class Lifecycle:
 
     # -- placement -------------------------------------------------------------------------------------------------------------
     async def choose(self, placement: Placement, floor: int, enforced: Collection[str]) -> PlacementChoice:
-        """Which runtime; raises what makes the wish impossible here."""
+        """Which runtime; raises what makes the wish impossible here, a template that policy allows and nobody can build too."""
+        if placement.template is not None and placement.template in self._core.policy.templates:
+            known = [str(template["name"]) for template in await self._core.node.templates()]
+            if placement.template not in known:
+                raise CorralError(
+                    "not_supported_yet",
+                    f"this version has no template {placement.template}",
+                    hint=f"use one of {', '.join(known)}" if known else "no template is installed",
+                    field="/template",
+                )
         facts = [
             RuntimeFacts(i.name, i.usable, i.reason, i.security_level, i.start_ms, i.limits)
             for i in await self._core.node.runtimes()

@@ -89,7 +89,12 @@ class Sandboxes:
         if fresh or not await core.store.list_execs(wanted.sandbox_id):
             files = [(f.path, f.mode, f.content) for f in request.files]
             if files:
-                await core.node.put_files(instance_of(view), fence_of(view), files)
+                try:
+                    await core.node.put_files(instance_of(view), fence_of(view), files)
+                except CorralError:
+                    # Its caller never hears the id: nobody could use it, and nobody would remove it.
+                    core.spawn(self._lifecycle.destroy(wanted.sandbox_id, "failed"), "files refused", last=True)
+                    raise
         return view
 
     async def page(

@@ -104,7 +104,11 @@ class Upkeep:
 
     async def _watch_lost(self) -> None:
         while True:
-            await self.instance_lost(await self._core.node.lost())
+            instance_id = await self._core.node.lost()
+            try:
+                await self.instance_lost(instance_id)
+            except CorralError as error:  # the next take-over finds it; those that are lost later must be heard of too
+                self._core.log(f"{instance_id} lost: {error}")
 
     async def instance_lost(self, instance_id: str) -> None:
         """The node says that an instance has ended by itself."""

@@ -67,6 +67,8 @@ async def test_what_policy_refuses_is_a_finished_run(world):
     assert run["result"]["exit_code"] is None and "3600" in run["result"]["hint"]
     assert run["decisions"]["guard"]["limits"]["wall"] == 100_000
     assert run["decisions"]["placement"]["runtime"] is None
+    nothing = {"bytes": 0, "kept_bytes": 0, "truncated": False, "text": "", "base64": None, "head_bytes": None}
+    assert run["result"]["stdout"] == run["result"]["stderr"] == nothing
     assert world.node.creates == []
 
 
@@ -77,6 +79,11 @@ async def test_a_bad_value_makes_no_run(world):
     assert reply.status == 422 and reply.document["code"] == "not_supported_yet"
     reply = await world.call("POST", "/v1/runs", {"code": "x", "language": "rust"})
     assert reply.status == 422 and reply.document["code"] == "not_supported_yet"
+    reply = await world.call(
+        "POST", "/v1/runs", {**PRINT, "template": "polyglot"}
+    )  # policy allows it, but it is not here
+    assert reply.status == 422 and reply.document["code"] == "not_supported_yet"
+    assert reply.document["field"] == "/template" and "host" in reply.document["hint"]
     assert (await world.call("GET", "/v1/runs")).document["items"] == []
 
 

@@ -203,6 +203,49 @@ async def test_delete_answers_202_when_it_takes_longer_than_the_wait(world, unti
     await until(gone)
 
 
+async def test_a_sandbox_whose_files_are_refused_does_not_stay(world, until, monkeypatch):
+    async def no_room(instance_id, fence, files):
+        raise CorralError("too_large", "no room for 'a'", field="/files/0/path")
+
+    monkeypatch.setattr(world.node, "put_files", no_room)
+    reply = await world.call("POST", "/v1/sandboxes", {"files": [{"path": "a", "content": "x"}]})
+    assert reply.status == 413 and reply.document["field"] == "/files/0/path"
+    await until(lambda: world.node.live == {})
+    assert (await world.call("GET", "/v1/sandboxes")).document["items"] == []
+
+
+async def test_nothing_is_remembered_of_clients_that_waited_for_what_is_over(world, until):
+    made = await make(world)
+    assert (await run(world, made["id"], "print", "x", attached=True)).status == 200
+    assert (await world.call("POST", "/v1/runs", {"command": ["print", "x"], "attached": True})).status == 200
+    watchers = world.services.core.watchers
+    await until(lambda: not watchers._count)
+    assert watchers._left == {} == watchers._grace
+
+
+async def test_a_store_that_fails_once_does_not_make_losses_go_unheard(world, until, monkeypatch):
+    first, second = await make(world), await make(world)
+    held = [instance_id for instance_id in world.node.creates]
+    real, calls = world.store.list_instances, []
+
+    async def once(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise CorralError("store_error", "busy")
+        return await real(*args, **kwargs)
+
+    monkeypatch.setattr(world.store, "list_instances", once)
+    world.node.gone.put_nowait(held[0])
+    await until(lambda: len(calls) == 1)
+    world.node.gone.put_nowait(held[1])
+
+    async def is_over():
+        return await state_of(world, second["id"]) == "terminated"
+
+    await until(is_over)
+    assert await state_of(world, first["id"]) == "leased"
+
+
 async def test_twenty_creations_with_one_key_are_one_sandbox(world):
     replies = await asyncio.gather(*(world.call("POST", "/v1/sandboxes", {}, h_idempotency_key="k") for _ in range(20)))
     assert {r.status for r in replies} == {201} and len({r.document["id"] for r in replies}) == 1
