@@ -72,7 +72,7 @@ class Store(Protocol):
     async def list_runs(
         self, tenant_id: str, *, states: Sequence[str] | None = None, after: str | None = None, limit: int = 100
     ) -> list[RunRecord]:
-        """Newest first; `after` = id of the last one seen."""
+        """Newest first; `after` = id of the last one seen. In a list `request` is {}, and `files`, `timeline` of results are missing."""
         ...
 
     async def open_runs(self) -> list[RunRecord]:

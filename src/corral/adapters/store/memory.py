@@ -52,6 +52,7 @@ from .rows import (
     encode_transition,
     idempotency_conflict,
     lease_lost,
+    listed,
     not_found,
     renewed_expiry,
     to_json,
@@ -254,7 +255,7 @@ class MemoryStore:
         self, tenant_id: str, *, states: Sequence[str] | None = None, after: str | None = None, limit: int = 100
     ) -> list[RunRecord]:
         return await self._transact(
-            lambda: [RUN.from_row(row) for row in self._page(self._runs, RUN, tenant_id, states, after, limit)]
+            lambda: [listed(RUN.from_row(row)) for row in self._page(self._runs, RUN, tenant_id, states, after, limit)]
         )
 
     async def open_runs(self) -> list[RunRecord]:

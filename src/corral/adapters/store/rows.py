@@ -147,6 +147,14 @@ class Shape(Generic[R]):
         return self.decode([row[name] for name in self.columns])
 
 
+def listed(run: RunRecord) -> RunRecord:
+    """A run as it stands in a list: without what may be large, so that a page of them is small."""
+    result = run.result
+    if result is not None:
+        result = {name: value for name, value in result.items() if name not in ("files", "timeline")}
+    return dataclasses.replace(run, request={}, result=result)
+
+
 RUN = Shape(RunRecord, "run", "run_id", fixed=("tenant_id", "created_at"))
 SANDBOX = Shape(SandboxRecord, "sandbox", "sandbox_id", fixed=("tenant_id", "created_at", "state"))
 LEASE = Shape(LeaseRecord, "sandbox_lease", "sandbox_id")

@@ -44,6 +44,7 @@ from .rows import (
     conflict,
     idempotency_conflict,
     lease_lost,
+    listed,
     may_move,
     not_found,
     renewed_expiry,
@@ -55,6 +56,7 @@ from .rows import (
 
 Params = Mapping[str, Any]
 _PAGE = 500
+_LIST_ROWS = 50
 
 
 class Tx(Protocol):
@@ -198,7 +200,13 @@ def get_run(tx: Tx, run_id: str, tenant_id: str) -> RunRecord | None:
 
 
 def _page(
-    tx: Tx, shape: Shape[Any], tenant_id: str | None, states: Sequence[str] | None, after: str | None, limit: int
+    tx: Tx,
+    shape: Shape[Any],
+    tenant_id: str | None,
+    states: Sequence[str] | None,
+    after: str | None,
+    limit: int,
+    select: str | None = None,
 ) -> list[tuple[Any, ...]]:
     """Newest first by (created_at, id); `after` must be a row that the tenant may see."""
     params: dict[str, Any] = {"limit": page_size(limit)}
@@ -219,14 +227,24 @@ def _page(
     if states is not None:
         where.append(_one_of("state", states, params))
     return tx.rows(
-        f"SELECT {shape.select} FROM {shape.table} WHERE {' AND '.join(where)}"
+        f"SELECT {select or shape.select} FROM {shape.table} WHERE {' AND '.join(where)}"
         f" ORDER BY created_at DESC, {shape.key} DESC LIMIT :limit",
         params,
     )
 
 
 def list_runs(tx: Tx, tenant_id: str, states: Sequence[str] | None, after: str | None, limit: int) -> list[RunRecord]:
-    return [RUN.decode(row) for row in _page(tx, RUN, tenant_id, states, after, limit)]
+    # A request may be as large as a body, and results have long lists: a few rows at a time, and the first not at all.
+    select = ", ".join("'{}'" if name == "request" else name for name in RUN.columns)
+    found: list[RunRecord] = []
+    left = page_size(limit)
+    while True:
+        rows = _page(tx, RUN, tenant_id, states, after, min(left, _LIST_ROWS), select)
+        found += [listed(RUN.decode(row)) for row in rows]
+        left -= len(rows)
+        if left <= 0 or len(rows) < _LIST_ROWS:
+            return found
+        after = found[-1].run_id
 
 
 def open_runs(tx: Tx) -> list[RunRecord]:
