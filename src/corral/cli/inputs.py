@@ -15,7 +15,6 @@ from typing import Any
 
 import click
 
-from corral.cli import terminal
 from corral.errors import CorralError
 
 Json = dict[str, Any]
@@ -23,6 +22,8 @@ Json = dict[str, Any]
 MAX_BODY = 32 * 1024 * 1024
 ROOM = MAX_BODY * 3 // 4
 """What fits into a body as base64."""
+_PARENT_MODE = 0o755
+"""What a directory gets that is made because something lies in it."""
 _FILE = "name a file or directory that can be read: --file SRC[:DEST]"
 
 
@@ -43,10 +44,14 @@ def files_of(sources: Sequence[str], taken: str | None) -> list[Json]:
     found: list[Json] = []
     for source in sources:
         src, dest = _split(source)
-        hollow: list[str] = []
-        for path, inside in _members(src, dest, hollow):
+        for path, inside, bare in _members(src, dest):
             if os.path.normpath(inside) == taken:
                 raise click.BadParameter(f"{path!r} would replace FILE at {taken!r}", param_hint="--file")
+            if os.path.isdir(path):
+                mode = stat.S_IMODE(os.stat(path).st_mode) & 0o777
+                if bare or mode != _PARENT_MODE:
+                    found.append({"path": inside, "type": "dir", "mode": f"{mode:04o}"})
+                continue
             try:
                 descriptor, facts = _open(path, follow=path == src)
                 with open(descriptor, "rb") as file:
@@ -59,9 +64,6 @@ def files_of(sources: Sequence[str], taken: str | None) -> list[Json]:
                 raise CorralError("too_large", "the files are over 24 MiB together", field="/files", hint=hint)
             mode = f"{stat.S_IMODE(facts.st_mode) & 0o777:04o}"
             found.append({"path": inside, "mode": mode, "base64": base64.b64encode(data).decode("ascii")})
-        if hollow:
-            more = f" and {len(hollow) - 1} more" if len(hollow) > 1 else ""
-            terminal.say(f"corral: empty directories are not sent: {hollow[0]!r}{more} (corral cp keeps them)")
     return found
 
 
@@ -107,25 +109,23 @@ def _kind(mode: int) -> str:
     return names.get(stat.S_IFMT(mode), "a device")
 
 
-def _members(src: str, dest: str, hollow: list[str]) -> Iterator[tuple[str, str]]:
-    """(local path, path inside) of all that SRC stands for; `hollow` receives directories that hold nothing."""
+def _members(src: str, dest: str) -> Iterator[tuple[str, str, bool]]:
+    """(local path, path inside, nothing lies in it) of all that SRC stands for, directories before what they hold."""
     if not os.path.isdir(src):
-        yield src, dest
+        yield src, dest, True
         return
     root = os.path.realpath(src)
-    yield from _below(root, src, root, dest, (root,), hollow)
+    yield from _below(root, src, root, dest, (root,))
 
 
-def _below(
-    root: str, shown: str, folder: str, dest: str, within: tuple[str, ...], hollow: list[str]
-) -> Iterator[tuple[str, str]]:
+def _below(root: str, shown: str, folder: str, dest: str, within: tuple[str, ...]) -> Iterator[tuple[str, str, bool]]:
     """The same of one directory, `shown` as the caller knows it. `within` are the real directories that we are in."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise _refusal(f"cannot read {shown!r}: {why(error)}") from error
-    if not names:
-        hollow.append(shown)
+    if os.path.normpath(dest) != ".":  # /workspace itself is what it is
+        yield folder, dest, not names
     for name in names:
         path, entry = os.path.join(folder, name), os.path.join(shown, name)
         inside = os.path.normpath(os.path.join(dest, name))
@@ -141,9 +141,9 @@ def _below(
                 raise _refusal(
                     f"the link {entry!r} leads to a directory that holds it", "corral cp copies links as links"
                 )
-            yield from _below(root, entry, path, inside, (*within, path), hollow)
+            yield from _below(root, entry, path, inside, (*within, path))
         else:
-            yield path, inside
+            yield path, inside, True
 
 
 def _refusal(detail: str, hint: str = _FILE) -> CorralError:

@@ -52,10 +52,10 @@ class HostCaps:
 
 @dataclass(frozen=True)
 class FileIn:
-    """A file given inline: `path` relative to /workspace (no `..`, no NUL), bytes, mode."""
+    """A file given inline: `path` relative to /workspace (no `..`, no NUL), bytes (None: it is a directory), mode."""
 
     path: str
-    content: bytes
+    content: bytes | None
     mode: int = 0o644
 
 
@@ -482,10 +482,11 @@ class _Fields:
         for index, path in enumerate(seen):
             parts = path.split("/")
             for cut in range(1, len(parts)):
-                if "/".join(parts[:cut]) in seen:
+                above = seen.get("/".join(parts[:cut]))
+                if above is not None and above.content is not None:
                     invalid(
                         pointer("files", index, "path"),
-                        f"{shown(path)} lies below {shown('/'.join(parts[:cut]))}, which is a file",
+                        f"{shown(path)} lies below {shown(above.path)}, which is a file",
                         "rename one of them",
                     )
         return tuple(seen.values())
@@ -494,14 +495,21 @@ class _Fields:
         at = pointer("files", index)
         if not isinstance(item, dict):
             invalid(at, f"a file is an object, not {shown(item)}", 'like {"path": "a.txt", "content": "…"}')
-        known = ("path", "content", "base64", "mode")
+        known = ("path", "content", "base64", "mode", "type")
         for name in item:
             if name not in known:
                 guess = nearest(str(name), known)
                 hint = f"did you mean {guess}?" if guess else f"known: {', '.join(known)}"
                 invalid(pointer("files", index, name), f"a file has no field {shown(name)}", hint)
         path = relative_path(item.get("path"), f"{at}/path")
-        text, encoded = item.get("content"), item.get("base64")
+        text, encoded, kind = item.get("content"), item.get("base64"), item.get("type")
+        if kind not in (None, "file", "dir"):
+            invalid(f"{at}/type", f"there is no type {shown(kind)}", "file (the default) or dir")
+        if kind == "dir":
+            if text is not None or encoded is not None:
+                invalid(at, f"the directory {shown(path)} has content", "put files below it")
+            mode = 0o755 if item.get("mode") is None else file_mode(item["mode"], f"{at}/mode")
+            return FileIn(path, None, mode)
         if (text is None) == (encoded is None):
             invalid(
                 at, f"the file {shown(path)} needs exactly one of content and base64", "content is text, base64 bytes"

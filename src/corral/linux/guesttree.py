@@ -332,29 +332,29 @@ class GuestTree:
             total += info.st_blocks * 512
         return DiskUse(total, names, walk.complete)
 
-    def put(self, files: Sequence[tuple[str, int, bytes]]) -> None:
+    def put(self, files: Sequence[tuple[str, int, bytes | None]]) -> None:
         """Write (relative path, mode, content), parents made. A link in the way is `invalid_value`; a full disk `too_large`.
 
-        The last name is replaced, whatever it was, unless it is a directory; setuid and setgid are dropped.
+        The last name is replaced, whatever it was, unless it is a directory; setuid and setgid are dropped. Without content it is a
+        directory, new or there already; directories get their modes last, so that one may be closed to writing.
         """
         for index, (path, _, _) in enumerate(files):
             _parts(path, index)
         self._with_root(lambda root: self._put(root, files))
 
-    def _put(self, root: int, files: Sequence[tuple[str, int, bytes]]) -> None:
+    def _put(self, root: int, files: Sequence[tuple[str, int, bytes | None]]) -> None:
+        directories = []
         for index, (path, mode, content) in enumerate(files):
-            *parents, name = _parts(path, index)
-            directory = os.dup(root)
-            try:
-                for parent in parents:
-                    below = _enter(directory, parent)
-                    os.close(directory)
-                    directory = below
-                _write_file(directory, name, mode & 0o777, content)
-            except OSError as error:
-                raise _put_error(error, path, index) from error
-            finally:
-                os.close(directory)
+            parts = _parts(path, index)
+            if content is None:
+                directories.append((len(parts), index, parts))
+            with _named(path, index), _entered(root, parts if content is None else parts[:-1]) as directory:
+                if content is not None:
+                    _write_file(directory, parts[-1], mode & 0o777, content)
+        for _, index, parts in sorted(directories, reverse=True):  # the deepest first
+            path, mode, _ = files[index]
+            with _named(path, index), _entered(root, parts) as directory:
+                os.fchmod(directory, mode & 0o777)
 
     def copy_out(self, globs: Sequence[str], into: str, max_bytes: int) -> Copied:
         """Copy regular files that match to the host directory `into` (which only we write), at their relative paths.
@@ -453,6 +453,29 @@ def _parts(path: str, index: int) -> list[bytes]:
     if bad is not None:
         raise CorralError("invalid_value", f"file path {path!r} {bad}", field=f"/files/{index}/path")
     return parts
+
+
+@contextlib.contextmanager
+def _named(path: str, index: int) -> Iterator[None]:
+    """An OSError inside becomes the refusal of the file at `index`."""
+    try:
+        yield
+    except OSError as error:
+        raise _put_error(error, path, index) from error
+
+
+@contextlib.contextmanager
+def _entered(root: int, parts: Sequence[bytes]) -> Iterator[int]:
+    """The directory `parts` below `root`, made as far as it is missing."""
+    directory = os.dup(root)
+    try:
+        for part in parts:
+            below = _enter(directory, part)
+            os.close(directory)
+            directory = below
+        yield directory
+    finally:
+        os.close(directory)
 
 
 def _enter(directory: int, name: bytes) -> int:

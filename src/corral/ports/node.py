@@ -164,7 +164,7 @@ class Node(Protocol):
 
     async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None: ...
 
-    async def put_files(self, instance_id: str, fence: Fence, files: Sequence[tuple[str, int, bytes]]) -> None:
+    async def put_files(self, instance_id: str, fence: Fence, files: Sequence[tuple[str, int, bytes | None]]) -> None:
         """(path relative to /workspace, mode, content): parents made, owned by the sandbox's user; never follows a link out."""
         ...
 

@@ -160,13 +160,25 @@ def test_what_is_no_regular_file_is_refused_at_once(corral: Call, tmp_path: Path
     assert f"cannot read '{odd}': it is a {kind}, not a regular file" in said.err
 
 
-def test_empty_directories_are_said_not_to_go(corral: Call, transport: FakeTransport, tmp_path: Path) -> None:
-    (tmp_path / "t" / "e").mkdir(parents=True)
-    (tmp_path / "t" / "f").touch()
-    said = corral("run", "--json", "--file", f"{tmp_path}/t", "--", "x")
-    assert said.status == 0 and said.json
-    assert f"empty directories are not sent: '{tmp_path}/t/e'" in said.err
-    assert paths_of(transport.calls[0][2]) == {"t/f": b""}
+def test_directories_go_with_their_modes_the_empty_ones_too(request_of: Any, tmp_path: Path) -> None:
+    for name, mode in (("t", 0o755), ("t/空", 0o755), ("t/shut", 0o700), ("t/open", 0o755)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+    (tmp_path / "t/shut/f").touch(0o640)
+    (tmp_path / "t/open/f").touch()
+    files = request_of("run", "--file", f"{tmp_path}/t", "--", "x")["files"]
+    assert [(f["path"], f.get("type"), f["mode"]) for f in files if f["path"] != "t/open/f"] == [
+        ("t/shut", "dir", "0700"),
+        ("t/shut/f", None, "0640"),
+        ("t/空", "dir", "0755"),
+    ]
+
+
+def test_the_mode_of_the_workspace_is_not_the_callers(request_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "t" / "空").mkdir(parents=True)
+    (tmp_path / "t").chmod(0o700)
+    files = request_of("run", "--file", f"{tmp_path}/t:.", "--", "x")["files"]
+    assert [f["path"] for f in files] == ["空"]
 
 
 def test_file_and_a_file_of_the_same_destination_exclude_each_other(

@@ -47,6 +47,28 @@ def test_a_full_run_is_read_word_by_word():
     assert (run.keep, run.attached, run.ttl_s, run.placement.network) == (True, True, 60.0, None)
 
 
+def test_a_directory_has_a_mode_and_no_content():
+    files = [
+        {"path": "d/e", "type": "dir"},
+        {"path": "d", "type": "dir", "mode": "0700"},
+        {"path": "d/f", "type": "file", "content": ""},
+    ]
+    assert parse_run(CODE | {"files": files}, HOST).files == (
+        FileIn("d/e", None, 0o755),
+        FileIn("d", None, 0o700),
+        FileIn("d/f", b""),
+    )
+    for bad, field in (
+        ([{"path": "d", "type": "dir", "content": ""}], "/files/0"),
+        ([{"path": "d", "type": "link"}], "/files/0/type"),
+        ([{"path": "d", "type": "dir", "mode": "rwx"}], "/files/0/mode"),
+        ([{"path": "d", "content": ""}, {"path": "d/e", "type": "dir"}], "/files/1/path"),
+    ):
+        with pytest.raises(CorralError) as caught:
+            parse_run(CODE | {"files": bad}, HOST)
+        assert (caught.value.code, caught.value.field) == ("invalid_value", field)
+
+
 def test_what_is_not_said_stays_open():
     run = parse_run(CODE, HOST)
     assert run.wishes == ResourceWishes() and run.stdin is None and run.user == "sandbox"

@@ -50,6 +50,26 @@ def test_files_put_arrive_owned_by_the_sandbox_with_parents_and_mode(tree: tuple
     assert b"n\xff" in os.listdir(os.fsencode(root))
 
 
+def test_directories_put_keep_their_modes_even_when_closed_to_writing(tree: tuple[Path, GuestTree]) -> None:
+    root, guest = tree
+    guest.put([("shut", 0o500, None), ("shut/in", 0o2710, None), ("shut/in/f", 0o640, b"x"), ("空/e", 0o755, None)])
+    modes = {name: (root / name).stat().st_mode & 0o7777 for name in ("shut", "shut/in", "shut/in/f", "空", "空/e")}
+    assert modes == {"shut": 0o500, "shut/in": 0o710, "shut/in/f": 0o640, "空": 0o755, "空/e": 0o755}
+    guest.put([("shut", 0o700, None)])
+    assert (root / "shut").stat().st_mode & 0o777 == 0o700 and (root / "shut/in/f").read_bytes() == b"x"
+
+
+def test_a_directory_does_not_replace_a_file_or_a_link(tree: tuple[Path, GuestTree]) -> None:
+    root, guest = tree
+    guest.put([("f", 0o644, b"x")])
+    (root / "l").symlink_to("/etc")
+    for name in ("f", "l"):
+        with pytest.raises(CorralError) as caught:
+            guest.put([(name, 0o700, None)])
+        assert (caught.value.code, caught.value.field) == ("invalid_value", "/files/0/path")
+    assert (root / "f").read_bytes() == b"x" and (root / "l").is_symlink()
+
+
 @pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", "", ".", "a/", "x\0y", "d" * 300])
 def test_a_path_that_is_not_below_is_refused_and_named(tree: tuple[Path, GuestTree], path: str) -> None:
     with pytest.raises(CorralError) as caught:

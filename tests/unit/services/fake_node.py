@@ -109,7 +109,7 @@ class FakeNode:
     async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
         self._check(instance_id, fence)
 
-    async def put_files(self, instance_id: str, fence: Fence, files: Sequence[tuple[str, int, bytes]]) -> None:
+    async def put_files(self, instance_id: str, fence: Fence, files: Sequence[tuple[str, int, bytes | None]]) -> None:
         self._check(instance_id, fence)
         self.files.setdefault(instance_id, []).extend(files)
 
