@@ -48,9 +48,9 @@ def files_of(sources: Sequence[str], taken: str | None) -> list[Json]:
             if os.path.normpath(inside) == taken:
                 raise click.BadParameter(f"{path!r} would replace FILE at {taken!r}", param_hint="--file")
             if os.path.isdir(path):
-                mode = stat.S_IMODE(os.stat(path).st_mode) & 0o777
-                if bare or mode != _PARENT_MODE:
-                    found.append({"path": inside, "type": "dir", "mode": f"{mode:04o}"})
+                bits = stat.S_IMODE(os.stat(path).st_mode) & 0o777
+                if bare or bits != _PARENT_MODE:
+                    found.append({"path": inside, "type": "dir", "mode": f"{bits:04o}"})
                 continue
             try:
                 descriptor, facts = _open(path, follow=path == src)
