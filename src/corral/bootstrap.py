@@ -23,35 +23,43 @@ from corral.client.transport import Event, Json, Params
 from corral.errors import CorralError
 
 if TYPE_CHECKING:
+    import ssl
+
+    from corral.api.asgi import Application
+    from corral.api.keys import AdminKey
     from corral.api.routes import Reply
     from corral.ports.node import Node
     from corral.ports.store import Store
     from corral.services.control import Services
 
 Progress = Callable[[str, float | None], None]
+Log = Callable[[str], None]
 SOCKET = "api.sock"
 T = TypeVar("T")
 
 
-def start_owner(settings: config.Config, progress: Progress | None = None) -> Owner:
+def start_owner(settings: config.Config, progress: Progress | None = None, log: Log | None = None) -> Owner:
     """Start everything for the state directory; raises what went wrong, with nothing left running."""
-    return Owner(settings, progress)
+    return Owner(settings, progress, log or _log)
 
 
 class Owner:
     """A running service in this process, and the transport of this process's own calls."""
 
-    def __init__(self, settings: config.Config, progress: Progress | None) -> None:
+    def __init__(self, settings: config.Config, progress: Progress | None, log: Log) -> None:
         self.release: list[Callable[[], None]] = []
         self._settings = settings
+        self._log = log
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="corral-owner", daemon=True)
         self._services: Services | None = None
         self._node: Node | None = None
         self._store: Store | None = None
         self._listener: socket.socket | None = None
-        self._server: Any = None
+        self._applications: list[Application] = []
+        self._servers: list[tuple[Any, asyncio.Task[None]]] = []
         self._serving: asyncio.Task[None] | None = None
+        self._hand_on = False
         self._closed = False
         self._thread.start()
         try:
@@ -72,7 +80,7 @@ class Owner:
         await self._store.open()
         self._node = make_node(self._settings, await self._store.installation_id())
         await self._node.open(progress)
-        self._services = await make_services(self._settings, self._store, self._node, progress)
+        self._services = await make_services(self._settings, self._store, self._node, progress, self._log)
         await self._services.start()
         self._loop.add_reader(self._listener.fileno(), self._first_connection)
 
@@ -81,26 +89,38 @@ class Owner:
         self._loop.remove_reader(self._listener.fileno())
         self._serving = self._loop.create_task(self._serve(self._listener))
 
-    async def _serve(self, listener: socket.socket) -> None:
-        assert self._services is not None
-        application, uvicorn = await asyncio.to_thread(_web)
+    async def _serve(
+        self, listener: socket.socket, key: AdminKey | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        await asyncio.to_thread(_web)
         if self._closed:
             return
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                application(self._services),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                loop="none",
-                http="h11",
-                ws="none",
-                timeout_keep_alive=5,
-                timeout_graceful_shutdown=1,
-                backlog=1024,
-            )
-        )
-        await self._server.serve(sockets=[listener])
+        from corral.api.asgi import Application
+        from corral.api.server import make_server
+
+        assert self._services is not None
+        application = Application(self._services, key)
+        server = make_server(application, tls)
+        self._applications.append(application)
+        self._servers.append((server, self._loop.create_task(server.serve(sockets=[listener]))))
+
+    def listen(self, listener: socket.socket, key: AdminKey, tls: ssl.SSLContext | None) -> None:
+        """Serve the same routes on one more listening socket, to those who have the key."""
+        self._call(self._serve(listener, key, tls))
+
+    def drain(self, seconds: float) -> None:
+        """Take nothing new, let the calls that are under way end, at most `seconds`. What runs is handed on to the next owner."""
+        self._call(self._drain(seconds))
+
+    async def _drain(self, seconds: float) -> None:
+        assert self._services is not None
+        self._hand_on = self._services.core.draining = True
+        until = self._loop.time() + seconds
+        while (left := until - self._loop.time()) > 0:
+            calls = {call for application in self._applications for call in application.calls}
+            if not calls:
+                return
+            await asyncio.wait(calls, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def close(self) -> None:
         """Stop accepting, finish what must not be left half-done, journal, let the directory go. Idempotent."""
@@ -122,18 +142,20 @@ class Owner:
     async def _stop(self) -> None:
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
-            if self._server is None:
+            if self._serving is None:
                 self._listener.close()
         _unlink_socket(self._settings.state_dir)
-        if self._server is not None:
-            self._server.should_exit = True
+        for server, _ in self._servers:
+            server.should_exit = True
         if self._services is not None:
-            await self._services.stop(self._settings.delays["drain_s"])
-        if self._server is not None:
-            self._server.force_exit = True
-        if self._serving is not None:
-            await asyncio.wait({self._serving}, timeout=2.0)
-            self._serving.cancel()
+            await self._services.stop(self._settings.delays["drain_s"], hand_on=self._hand_on)
+        for server, _ in self._servers:
+            server.force_exit = True
+        serving = {task for _, task in self._servers} | ({self._serving} if self._serving is not None else set())
+        if serving:
+            await asyncio.wait(serving, timeout=2.0)
+            for task in serving:
+                task.cancel()
         if self._listener is not None:
             self._listener.close()
         if self._node is not None:
@@ -228,20 +250,18 @@ class Owner:
                 self._call(close())
 
 
-def _web() -> tuple[Any, Any]:
+def _web() -> None:
+    """Import what serves, away from the event loop."""
     import logging
 
-    import uvicorn
-    import uvicorn.protocols.http.h11_impl  # what it would import later, on the event loop
-
-    from corral.api.asgi import Application
+    import corral.api.asgi
+    import corral.api.server  # noqa: F401
 
     if not os.environ.get(
         "CORRAL_LOG"
     ):  # stderr belongs to the program; what a broken connection means is the client's to say
         logging.getLogger("uvicorn").addHandler(logging.NullHandler())
         logging.getLogger("uvicorn").propagate = False
-    return Application, uvicorn
 
 
 def bind_socket(state_dir: str) -> socket.socket:
@@ -330,7 +350,9 @@ def _runtime(name: str, settings: config.Config, installation_id: str) -> Any:
     return made(settings.state_dir, installation_id=installation_id, subuid_range=settings.subuid_range)
 
 
-async def make_services(settings: config.Config, store: Store, node: Node, progress: Progress | None) -> Services:
+async def make_services(
+    settings: config.Config, store: Store, node: Node, progress: Progress | None, log: Log
+) -> Services:
     """The services over the ports."""
     from corral.domain.policy import Policy
     from corral.domain.request import HostCaps
@@ -362,7 +384,7 @@ async def make_services(settings: config.Config, store: Store, node: Node, progr
         artifacts=os.path.join(settings.state_dir, "artifacts"),
         now_ms=_now_ms,
         entropy=os.urandom,
-        log=_log,
+        log=log,
         delays=settings.delays,
         unsafe=settings.unsafe,
         progress=progress,

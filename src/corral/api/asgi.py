@@ -1,19 +1,19 @@
 """The wire: the table of `routes` as an ASGI application without a framework.
 
-Embedded owners serve it on the state directory's socket; it is quick to import, because other processes wait for that.
-`app.py` puts the same application behind FastAPI for a server that shows its schema.
+Every owner serves it on the state directory's socket, `corral serve` on TCP as well; it is quick to import, because other processes
+wait for that.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
 from corral.api import sse
+from corral.api.keys import AdminKey
 from corral.api.problems import problem, read_body
 from corral.api.routes import Reply, Request, dispatch
 from corral.errors import CorralError
@@ -35,16 +35,31 @@ STREAMED = ("PUT",)
 class Application:
     """`await application(scope, receive, send)`. With `key`, all but the health checks need `Authorization: Bearer KEY`."""
 
-    def __init__(self, services: Services, key: str | None = None) -> None:
+    def __init__(self, services: Services, key: AdminKey | None = None) -> None:
         self._services = services
         self._key = key
+        self.calls: set[asyncio.Task[Any]] = set()
+        """Those that are under way."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One HTTP call; anything else is refused."""
         if scope["type"] != "http":
             raise RuntimeError(f"not served: {scope['type']}")
+        task = asyncio.current_task()
+        assert task is not None
+        self.calls.add(task)
+        try:
+            await self._call(scope, receive, send)
+        finally:
+            self.calls.discard(task)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = _request(scope, receive)
-        if self._key is not None and request.path not in OPEN_TO_ALL and not _has_key(request, self._key):
+        if (
+            self._key is not None
+            and request.path not in OPEN_TO_ALL
+            and not self._key.accepts(request.headers.get("authorization", ""))
+        ):
             refusal = CorralError("unauthorized", "the key is missing or wrong", hint="set CORRAL_KEY")
             await _answer(_problem(refusal), receive, send)
             return
@@ -77,11 +92,6 @@ def _problem(error: CorralError, *, close: bool = False) -> Reply:
     if close:
         headers = {**headers, "Connection": "close"}
     return Reply(status, document, headers, media_type="application/problem+json")
-
-
-def _has_key(request: Request, key: str) -> bool:
-    given = request.headers.get("authorization", "")
-    return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {key}".encode())
 
 
 async def _drain(receive: Receive) -> None:

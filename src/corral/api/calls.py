@@ -51,11 +51,12 @@ Handler = Callable[..., Awaitable[Reply]]
 
 @dataclass(frozen=True)
 class Route:
-    """`pattern` has `{name}` for one segment and a last `{name:path}` for the rest."""
+    """`pattern` has `{name}` for one segment and a last `{name:path}` for the rest. `starts`: refused while the service drains."""
 
     method: str
     pattern: str
     handler: Handler
+    starts: bool = False
 
 
 async def document_of(request: Request) -> Any:

@@ -40,6 +40,8 @@ async def dispatch(services: Services, request: Request) -> Reply:
     """Find the route, run it; every error becomes a problem document."""
     try:
         route, parts = match(request.method, request.path)
+        if route.starts:
+            services.core.check_accepting()
         return await route.handler(services, request, **parts)
     except CorralError as error:
         status, document, headers = problem(services.core.as_seen(error))
@@ -332,18 +334,18 @@ async def readyz(services: Services, request: Request) -> Reply:
 
 
 ROUTES: tuple[Route, ...] = (
-    Route("POST", "/v1/runs", submit_run),
+    Route("POST", "/v1/runs", submit_run, starts=True),
     Route("GET", "/v1/runs", list_runs),
     Route("GET", "/v1/runs/{run_id}", get_run),
     Route("POST", "/v1/runs/{run_id}/cancel", cancel_run),
     Route("GET", "/v1/runs/{run_id}/stream", stream_run),
     Route("GET", "/v1/runs/{run_id}/logs", run_logs),
     Route("GET", "/v1/runs/{run_id}/artifacts/{path:path}", run_artifact),
-    Route("POST", "/v1/sandboxes", create_sandbox),
+    Route("POST", "/v1/sandboxes", create_sandbox, starts=True),
     Route("GET", "/v1/sandboxes", list_sandboxes),
     Route("GET", "/v1/sandboxes/{sandbox_id}", get_sandbox),
     Route("DELETE", "/v1/sandboxes/{sandbox_id}", delete_sandbox),
-    Route("POST", "/v1/sandboxes/{sandbox_id}/execs", start_exec),
+    Route("POST", "/v1/sandboxes/{sandbox_id}/execs", start_exec, starts=True),
     Route("GET", "/v1/sandboxes/{sandbox_id}/execs", list_execs),
     Route("GET", "/v1/sandboxes/{sandbox_id}/logs", sandbox_logs),
     Route("GET", "/v1/sandboxes/{sandbox_id}/files/archive", get_archive),

@@ -26,6 +26,8 @@ COMMANDS = {
     "runs": ("corral.cli.runs", "List runs, show one."),
     "cancel": ("corral.cli.cancel", "End a run or exec."),
     "template": ("corral.cli.template", "List templates."),
+    "serve": ("corral.cli.serve", "Serve the API on a TCP port."),
+    "mcp": ("corral.cli.mcp", "Serve the sandbox to a model over MCP."),
     "gc": ("corral.cli.gc", "Remove what no sandbox owns any more."),
     "doctor": ("corral.cli.doctor", "Say what this host can do."),
 }

@@ -67,14 +67,14 @@ class EmbeddedTransport(Repeating):
             with self._guard:
                 if self._single is not None or self._closed:
                     return
-                if (lock := _lock(self._settings.state_dir)) is not None:
+                if (lock := take_lock(self._settings.state_dir)) is not None:
                     self._single = self._own(lock)
                     return
             time.sleep(LOOK_S)
 
     def _elect(self) -> Single:
         config.prepare_state(self._settings.state_dir)
-        lock = _lock(self._settings.state_dir)
+        lock = take_lock(self._settings.state_dir)
         if lock is not None:
             return self._own(lock)
         from corral.client.http import unix_transport
@@ -100,7 +100,7 @@ class EmbeddedTransport(Repeating):
             owner.close()
 
 
-def _lock(state_dir: str) -> int | None:
+def take_lock(state_dir: str) -> int | None:
     """The descriptor that holds STATE/owner.lock, or None when another process has it."""
     path = os.path.join(state_dir, "owner.lock")
     try:

@@ -47,6 +47,8 @@ class Core:
     wakes: Wakes = field(default_factory=Wakes)
     watchers: Watchers = field(default_factory=Watchers)
     closing: bool = False
+    draining: bool = False
+    """Nothing new is taken; what is under way goes on."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with `closing`, for those who wait for something else."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -64,6 +66,11 @@ class Core:
             raise CorralError("shutting_down", "the service is stopping")
 
     def as_seen(self, error: CorralError) -> CorralError:
+    def check_accepting(self) -> None:
+        """`shutting_down` once the service takes nothing new."""
+        if self.draining or self.closing:
+            raise CorralError("shutting_down", "the service is stopping and takes nothing new")
+
         """While the service stops, its own failures mean nothing: the caller should ask the next owner."""
         if (self.closing and error.status >= 500) or (error.code == "cursor_gone" and self.closing):
             return CorralError("shutting_down", "the service is stopping")
@@ -117,9 +124,9 @@ class Services:
         await self.upkeep.take_over()
         self.upkeep.begin()
 
-    async def stop(self, drain_s: float) -> None:
-        """Let go; nothing depends on this being called."""
-        alone = self.runs.alone()
+    async def stop(self, drain_s: float, *, hand_on: bool = False) -> None:
+        """Let go; nothing depends on this being called. `hand_on`: attached runs without a client are left to the next owner."""
+        alone = [] if hand_on else self.runs.alone()
         self.core.close()
         await self.runs.abandon(alone)
         await self.core.stop(drain_s)

@@ -1,0 +1,184 @@
+"""`corral serve`: own the state directory for long, and serve the API on TCP to those who have the key.
+
+The first SIGTERM, SIGINT or SIGHUP drains: new work is refused, calls under way may end, sandboxes and what runs in them live on.
+The second one ends the process at once, which costs nothing but the answers under way.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import socket
+import threading
+import time
+from types import FrameType
+
+import click
+
+from corral import config
+from corral.cli import leaving, terminal
+from corral.errors import CorralError
+
+DEFAULT_PORT = 8484
+DRAIN_S = 10.0
+PATIENCE_S = 2.0
+"""How long a state directory that is owned is waited for: most commands are over sooner."""
+KEY_FILE = "admin.key"
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address or name to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=DEFAULT_PORT, show_default=True, help="0 picks a free one."
+)
+@click.option("--tls-cert", metavar="FILE", help="Certificate with its chain, PEM.")
+@click.option("--tls-key", metavar="FILE", help="Key of the certificate, PEM.")
+@click.option(
+    "--unsafe-plaintext", is_flag=True, help="Serve beyond this host without TLS: the key can be read on the way."
+)
+def command(host: str, port: int, tls_cert: str | None, tls_key: str | None, unsafe_plaintext: bool) -> None:
+    """Serve the API until a signal says stop. Each call needs the key: Authorization: Bearer KEY (CORRAL_KEY for clients)."""
+    from corral.api.keys import VARIABLE, open_key
+    from corral.api.server import Tls
+
+    if (tls_cert is None) != (tls_key is None):
+        raise click.UsageError("--tls-cert and --tls-key go together")
+    tls = Tls(tls_cert, tls_key).context() if tls_cert is not None and tls_key is not None else None
+    settings = config.load()
+    given = os.environ.get(VARIABLE)
+    listener = _bind(host, port)
+    try:
+        _check_reach(listener, tls is not None, unsafe_plaintext)
+        lock = _own(settings.state_dir)
+        try:
+            opened = open_key(os.path.join(settings.state_dir, KEY_FILE), given, os.urandom)
+            from corral import bootstrap
+
+            with terminal.progress() as progress:
+                owner = bootstrap.start_owner(settings, progress, _log)
+        except BaseException:
+            os.close(lock)
+            raise
+        owner.release.append(lambda: os.close(lock))
+        try:
+            with _stopping() as stop:
+                owner.listen(listener, opened.key, tls)
+                terminal.put(f"corral: listening on {_url(listener, tls is not None)}\n")
+                if opened.fresh is not None:
+                    terminal.put(f"corral: admin key {opened.fresh}\n")
+                elif opened.how != "stored":
+                    terminal.put(f"corral: admin key set by {VARIABLE}\n")
+                stop.wait()
+                _log("stopping: new work is refused, what runs lives on")
+                owner.drain(DRAIN_S)
+                owner.close()
+        finally:
+            owner.close()
+    finally:
+        listener.close()
+
+
+class _stopping:
+    """The first signal sets the event, the second ends the process."""
+
+    def __enter__(self) -> threading.Event:
+        self._event = threading.Event()
+        self._old = {
+            number: signal.signal(number, self._arrived)
+            for number in leaving.SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        return self._event
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self._event.is_set():
+            leaving.leave(number)
+        self._event.set()
+
+
+def _log(line: str) -> None:
+    terminal.say(f"corral: {line}")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    hint = "choose another --host or --port; --port 0 picks a free one"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CorralError("invalid_value", f"--host {host}: {reason}", hint=hint, field="--host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        detail = f"cannot listen on {host} port {port}: {error.strerror}"
+        raise CorralError("infra_error", detail, hint=hint, field="--port", retryable=False) from error
+    return listener
+
+
+def _check_reach(listener: socket.socket, encrypted: bool, unsafe_plaintext: bool) -> None:
+    """Beyond loopback only with TLS, or knowingly without."""
+    address = str(listener.getsockname()[0])
+    if encrypted or is_loopback(address):
+        return
+    if not unsafe_plaintext:
+        raise CorralError(
+            "usage",
+            f"{address} can be reached from other hosts, which needs TLS",
+            hint="give --tls-cert and --tls-key, or listen on 127.0.0.1 behind a proxy that does TLS, or --unsafe-plaintext",
+            field="--host",
+        )
+    _log(f"warning: --unsafe-plaintext: the key and all data can be read and changed on the way to {address}")
+
+
+def is_loopback(address: str) -> bool:
+    """True for a numeric address that no other host can reach."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _url(listener: socket.socket, encrypted: bool) -> str:
+    address, port = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    return f"{'https' if encrypted else 'http'}://{shown}:{port}"
+
+
+def _own(state_dir: str) -> int:
+    """The lock of the state directory; `state_locked` names who has it."""
+    from corral.client.embedded import take_lock
+
+    config.prepare_state(state_dir)
+    until = time.monotonic() + PATIENCE_S
+    while (lock := take_lock(state_dir)) is None:
+        if time.monotonic() >= until:
+            raise CorralError(
+                "state_locked",
+                f"the state directory {state_dir} is owned by {_holder(os.path.join(state_dir, 'owner.lock'))}",
+                hint="stop that process first, or set CORRAL_STATE_DIR to another directory",
+            )
+        time.sleep(0.05)
+    return lock
+
+
+def _holder(path: str) -> str:
+    """Who holds the lock, as the kernel tells."""
+    try:
+        inode = os.stat(path).st_ino
+        with open("/proc/locks", encoding="ascii") as table:
+            rows = [line.split() for line in table]
+        pid = next(int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].rpartition(":")[2] == str(inode))
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(4096).decode("utf-8", "replace").replace("\0", " ").strip()
+    except (OSError, ValueError, IndexError, StopIteration):
+        return "another process"
+    return f"process {pid} ({words[:120]})" if words else f"process {pid}"
