@@ -361,6 +361,7 @@ async def make_services(
     from corral.services.documents import Documents
     from corral.services.execs import Execs
     from corral.services.executor import Executor
+    from corral.services.files import Files
     from corral.services.lifecycle import Lifecycle
     from corral.services.sandboxes import Sandboxes
     from corral.services.upkeep import Upkeep
@@ -395,7 +396,8 @@ async def make_services(
     documents = Documents(node)
     executor = Executor(core, lifecycle, execs)
     sandboxes = Sandboxes(core, lifecycle, execs)
-    return Services(core, documents, sandboxes, executor, Upkeep(core, lifecycle, executor, sandboxes, documents))
+    upkeep = Upkeep(core, lifecycle, executor, sandboxes, documents)
+    return Services(core, documents, sandboxes, executor, upkeep, Files(core, sandboxes))
 
 
 def _log(line: str) -> None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
-from corral.api import sse
+from corral.api import files, sse
 from corral.api.calls import (
     Reply,
     Request,
@@ -350,6 +350,15 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/sandboxes/{sandbox_id}/logs", sandbox_logs),
     Route("GET", "/v1/sandboxes/{sandbox_id}/files/archive", get_archive),
     Route("PUT", "/v1/sandboxes/{sandbox_id}/files/archive", put_archive),
+    Route("GET", "/v1/sandboxes/{sandbox_id}/files", files.read_file),
+    Route("HEAD", "/v1/sandboxes/{sandbox_id}/files", files.head_file),
+    Route("PUT", "/v1/sandboxes/{sandbox_id}/files", files.write_file),
+    Route("DELETE", "/v1/sandboxes/{sandbox_id}/files", files.remove_file),
+    Route("GET", "/v1/sandboxes/{sandbox_id}/files/stat", files.stat_file),
+    Route("GET", "/v1/sandboxes/{sandbox_id}/files/list", files.list_files),
+    Route("POST", "/v1/sandboxes/{sandbox_id}/files/move", files.move_file),
+    Route("POST", "/v1/sandboxes/{sandbox_id}/files/mkdir", files.make_directory),
+    Route("GET", "/v1/sandboxes/{sandbox_id}/files/watch", files.watch_files),
     Route("GET", "/v1/execs/{exec_id}", get_exec),
     Route("GET", "/v1/execs/{exec_id}/stream", stream_exec),
     Route("GET", "/v1/execs/{exec_id}/logs", exec_logs),

@@ -1,32 +1,22 @@
-"""Files of a sandbox: put, mark, collect from the host's side; tar streams through a process inside with the exec's user."""
+"""Files of a sandbox from the host's side: put, mark, collect. What goes through a process inside is in `transfers`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import secrets
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from corral.channel import Ended
-from corral.channel.client import ExecStatus
-from corral.domain.fence import Fence
-from corral.domain.ids import new_id
 from corral.errors import CorralError
 from corral.linux.guesttree import GuestTree
 from corral.linux.manifest import Change, Manifest, diff
-from corral.node.body import Body
-from corral.node.interpreter import INSIDE, PYTHON_ARGV
 from corral.ports.node import Collected, FileChange
 from corral.ports.runtime import HostTree, Instance
 
 WORKSPACE = "/workspace"
 MAX_CHANGES = 10_000
-TAR_S = 600.0
-_PROGRAM = f"{INSIDE}/site/corral/guest/files.pyc"
+_STALE = ".stale"
 
 
 def user_ids(user: str, instance: Instance) -> tuple[int, int]:
@@ -86,7 +76,24 @@ async def put(tree: HostTree, mark_path: str, items: Sequence[tuple[str, int, by
 async def mark(tree: HostTree, mark_path: str) -> None:
     """The workspace as it is now becomes the base of the next `collect`."""
     guest = _workspace(tree)
-    await asyncio.to_thread(lambda: _save(mark_path, guest.scan(_load(mark_path))))
+
+    def work() -> None:
+        _save(mark_path, guest.scan(_load(mark_path)))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(mark_path + _STALE)
+
+    await asyncio.to_thread(work)
+
+
+def touch(mark_path: str) -> None:
+    """The caller changed files while no program ran: `freshen` before the next one makes them its base, once for any number."""
+    os.close(os.open(mark_path + _STALE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
+async def freshen(tree: HostTree, mark_path: str) -> None:
+    """What callers changed since the last `mark` counts as there before."""
+    if os.path.exists(mark_path + _STALE):
+        await mark(tree, mark_path)
 
 
 async def collect(
@@ -138,114 +145,3 @@ def _change(change: Change) -> FileChange:
     entry = change.entry
     digest = f"sha256:{entry.digest.hex()}" if entry.digest is not None else None
     return FileChange(_shown(change.path), change.change, entry.kind, entry.size, f"{entry.mode:04o}", digest)
-
-
-# -- tar streams -----------------------------------------------------------------------------------------------------------
-class _Inside:
-    """One exec of the file program: not in the journal, its output not in a spool; it dies with the call."""
-
-    def __init__(self, body: Body, fence: Fence, user: str, arguments: Sequence[str], cwd: str) -> None:
-        self.body = body
-        self.fence = fence
-        self.exec_id = new_id("exe", time.time_ns() // 1_000_000, secrets.token_bytes(10))
-        uid, gid = user_ids(user, body.instance)
-        self.errors = b""
-        self.status: ExecStatus | None = None
-        self._spec = {
-            "exec_id": self.exec_id,
-            "argv": [*PYTHON_ARGV, _PROGRAM, *arguments],
-            "env": {"LC_ALL": "C.UTF-8"},
-            "cwd": cwd,
-            "uid": uid,
-            "gid": gid,
-            "stdin": "open",
-            "timeout_s": TAR_S,
-            "background": "kill",
-        }
-
-    async def start(self) -> None:
-        """From here on `stop` must follow."""
-        self.body.transfers += 1
-        self.body.drop_base()
-        status = await (await self.body.client()).start_exec(self._spec, fence=self.fence)
-        if status["state"] == "failed":
-            failure = status["failure"]
-            raise CorralError("infra_error", f"file transfer: {failure['message'] if failure else 'not started'}")
-
-    async def output(self) -> AsyncIterator[bytes]:
-        """Bytes of stdout to the end; what the program complained about is raised at its end."""
-        async for item in (await self.body.client()).attach(self.exec_id):
-            if isinstance(item, Ended):
-                self.status = item.status
-            elif item.stream == "stdout":
-                yield item.data
-            elif len(self.errors) < 65536:
-                self.errors += item.data
-        self.check()
-
-    def check(self) -> None:
-        status = self.status
-        if status is not None and status["exit_code"] == 0:
-            return
-        if status is not None and status["exit_code"] == 3:
-            for line in self.errors.splitlines():
-                try:
-                    refusal = json.loads(line)
-                    code, detail = str(refusal["code"]), str(refusal["detail"])
-                    entry = refusal["entry"]
-                except (ValueError, KeyError, TypeError):
-                    continue
-                # The words come from inside: only what this program may say is passed on.
-                if code in ("invalid_value", "too_large", "not_found"):
-                    raise CorralError(code, detail[:2000], entry=str(entry)[:1000] if entry is not None else None)
-        why = self.errors[-300:].decode("utf-8", "replace").strip()
-        raise CorralError("infra_error", f"the file transfer inside ended early: {why or 'no reason given'}")
-
-    async def stop(self) -> None:
-        try:
-            if self.status is None:
-                with contextlib.suppress(CorralError):
-                    await (await self.body.client()).kill_exec(self.exec_id, 0.0, fence=self.body.floor)
-        finally:
-            self.body.transfers -= 1
-
-
-async def put_tar(body: Body, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str) -> None:
-    """Unpack a stream at `dest` (relative to the workspace, or absolute inside)."""
-    where, limits = os.path.join(WORKSPACE, dest), body.limits
-    inside = _Inside(body, fence, user, ["unpack", where, str(limits.disk_bytes), str(limits.inodes)], WORKSPACE)
-    reader: asyncio.Future[None] | None = None
-    try:
-        await inside.start()
-        reader = asyncio.ensure_future(_drain(inside))
-        client = await body.client()
-        async for piece in tar:
-            for at in range(0, len(piece), 256 * 1024):
-                if not await client.stdin(inside.exec_id, piece[at : at + 256 * 1024], fence=fence):
-                    break  # it refused the archive; its complaint is at the end of its output
-            if reader.done():
-                break
-        with contextlib.suppress(CorralError):
-            await client.stdin(inside.exec_id, b"", True, fence=fence)
-        await reader
-    finally:
-        if reader is not None:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
-        await inside.stop()
-
-
-async def _drain(inside: _Inside) -> None:
-    async for _ in inside.output():
-        pass
-
-
-async def get_tar(body: Body, path: str, user: str) -> AsyncIterator[bytes]:
-    """Pack a path inside; `not_found` before the first byte."""
-    inside = _Inside(body, body.floor, user, ["pack", os.path.join(WORKSPACE, path)], WORKSPACE)
-    try:
-        await inside.start()
-        async for piece in inside.output():
-            yield piece
-    finally:
-        await inside.stop()

@@ -22,6 +22,7 @@ from corral.node import execs as exec_life
 from corral.node import files, leftovers, making
 from corral.node.body import Body
 from corral.node.execs import Exec
+from corral.node.filecalls import FileCalls
 from corral.node.interpreter import ensure_interpreter
 from corral.node.journal import ExecEntry, InstanceEntry, Journal
 from corral.node.probes import Probes
@@ -29,7 +30,6 @@ from corral.node.spool import Spool
 from corral.node.templates import Templates
 from corral.ports.node import (
     Chunk,
-    Collected,
     CreateInstance,
     ExecSpec,
     Gap,
@@ -37,7 +37,7 @@ from corral.ports.node import (
     InstanceReport,
     Progress,
 )
-from corral.ports.runtime import Evidence, HostTree, Instance, Runtime, RuntimeInfo, Stats
+from corral.ports.runtime import Evidence, Instance, Runtime, RuntimeInfo, Stats
 
 RECENT_SPOOLS = 32
 INLINE_BYTES = 64 * 1024
@@ -58,7 +58,7 @@ ENVIRONMENT = {
 """What every exec has unless its spec says otherwise."""
 
 
-class LocalNode:
+class LocalNode(FileCalls):
     """See `ports.node.Node`. No I/O before `open`."""
 
     def __init__(
@@ -390,6 +390,8 @@ class LocalNode:
         faults.point("node.exec.journalled")
         job: Exec | None = None
         try:
+            if not body.execs:
+                await files.freshen(body.tree, self._mark_path(instance_id))
             job = self._exec(body, spec.exec_id, data)
             if spec.stdin:
                 job.spool.save_input(spec.stdin, not spec.stdin_open)
@@ -556,42 +558,9 @@ class LocalNode:
             await asyncio.to_thread(Spool(self._spool_path(exec_id), 0, ended=True).remove)
             self._journal.drop_exec(exec_id)
 
-    # -- files ---------------------------------------------------------------------------------------------------------
-    async def put_files(self, instance_id: str, fence: Fence, items: Sequence[tuple[str, int, bytes | None]]) -> None:
-        body = self._alive(instance_id)
-        self._check_fence(body, fence)
-        await files.put(body.tree, self._mark_path(instance_id), items)
-
-    async def put_tar(
-        self, instance_id: str, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str = "sandbox"
-    ) -> None:
-        body = self._alive(instance_id)
-        self._check_fence(body, fence)
-        await files.put_tar(body, fence, tar, dest, user)
-
-    async def get_tar(self, instance_id: str, path: str, user: str = "sandbox") -> AsyncIterator[bytes]:
-        body = self._alive(instance_id)
-        async for piece in files.get_tar(body, path, user):
-            yield piece
-
+    # -- files: see `FileCalls` -----------------------------------------------------------------------------------------
     def _mark_path(self, instance_id: str) -> str:
         return files.mark_path(self._directory(instance_id))
-
-    def _tree(self, instance_id: str) -> HostTree:
-        return self._alive(instance_id).tree
-
-    async def mark(self, instance_id: str) -> None:
-        await files.mark(self._tree(instance_id), self._mark_path(instance_id))
-
-    async def collect(
-        self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None, mark: bool = False
-    ) -> Collected:
-        body = self._bodies.get(instance_id)
-        if body is None:
-            raise CorralError("not_found", f"instance {instance_id} is not here")
-        return await files.collect(
-            body.tree, self._mark_path(instance_id), outputs=outputs, max_bytes=max_bytes, into=into, mark=mark
-        )
 
     async def stats(self, instance_id: str) -> Stats:
         return await self._alive(instance_id).stats()

@@ -114,6 +114,63 @@ class Collected:
 
 
 @dataclass(frozen=True)
+class FileInfo:
+    """One entry of a sandbox's file system, as a process inside saw it: checked in shape, not in truth.
+
+    Paths are absolute inside; strings may hold lone surrogates. `error`: why what is below a directory could not be listed.
+    """
+
+    path: str
+    type: Literal["file", "dir", "symlink", "fifo", "socket", "device"]
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    inode: int
+    target: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class FilePage:
+    """Entries in the order of the bytes of their paths; `next` goes into `after`, None at the end."""
+
+    items: tuple[FileInfo, ...]
+    next: str | None
+
+
+class FileBlocks(Protocol):
+    """Bytes of a file on their way. Whoever has one reads it to the end or closes it."""
+
+    info: FileInfo
+    offset: int
+    length: int
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+    async def __anext__(self) -> bytes: ...
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class FileEvent:
+    """created, modified, deleted, moved (then `source` is where it was) or overflow: changes were lost."""
+
+    kind: Literal["created", "modified", "deleted", "moved", "overflow"]
+    path: str
+    directory: bool
+    source: str | None = None
+
+
+class FileEvents(Protocol):
+    """Changes as they happen; ends when what is watched is gone. Whoever has one closes it."""
+
+    def __aiter__(self) -> AsyncIterator[FileEvent]: ...
+    async def __anext__(self) -> FileEvent: ...
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True)
 class HostFacts:
     """`doctor`'s host part."""
 
@@ -176,6 +233,78 @@ class Node(Protocol):
 
     def get_tar(self, instance_id: str, path: str, user: str = "sandbox") -> AsyncIterator[bytes]:
         """Pack inside, streamed. `not_found` before the first byte when the path does not exist."""
+        ...
+
+    # Files, one at a time, by a process inside with the user's rights: every path is resolved there. Refusals carry `entry`:
+    # not_found, permission_denied, is_a_directory, not_a_directory, not_a_file, already_exists, not_empty, disk_full, invalid_value.
+    async def stat_file(self, instance_id: str, path: str, *, follow: bool = True, user: str = "sandbox") -> FileInfo:
+        """One entry; of a link itself unless `follow`."""
+        ...
+
+    async def list_files(
+        self,
+        instance_id: str,
+        path: str,
+        *,
+        recursive: bool = False,
+        limit: int = 1000,
+        after: str = "",
+        user: str = "sandbox",
+    ) -> FilePage:
+        """One page of what is in a directory, or below it; links are not followed."""
+        ...
+
+    async def read_file(
+        self,
+        instance_id: str,
+        path: str,
+        *,
+        first: int | None = None,
+        last: int | None = None,
+        user: str = "sandbox",
+    ) -> FileBlocks:
+        """Bytes `first` to `last` (included), streamed; without `first` the last `last` bytes. `range_not_satisfiable` has `size`.
+
+        A file that becomes shorter meanwhile ends in an error, never in other bytes.
+        """
+        ...
+
+    async def write_file(
+        self,
+        instance_id: str,
+        fence: Fence,
+        path: str,
+        blocks: AsyncIterator[bytes],
+        *,
+        mode: int | None = None,
+        parents: bool = True,
+        overwrite: bool = True,
+        size: int | None = None,
+        user: str = "sandbox",
+    ) -> tuple[FileInfo, bool]:
+        """A whole new content at once, or nothing; -> the entry, and whether it is new. An error in `blocks` leaves all as it was."""
+        ...
+
+    async def move_file(
+        self, instance_id: str, fence: Fence, source: str, target: str, *, overwrite: bool, user: str = "sandbox"
+    ) -> FileInfo: ...
+
+    async def make_directory(
+        self, instance_id: str, fence: Fence, path: str, *, parents: bool, mode: int, user: str = "sandbox"
+    ) -> FileInfo:
+        """An existing directory is fine."""
+        ...
+
+    async def remove_file(
+        self, instance_id: str, fence: Fence, path: str, *, recursive: bool, user: str = "sandbox"
+    ) -> None:
+        """Links are removed, never followed."""
+        ...
+
+    async def watch_files(
+        self, instance_id: str, path: str, *, recursive: bool = False, user: str = "sandbox"
+    ) -> FileEvents:
+        """Returns once every change from now on is seen."""
         ...
 
     async def start_exec(self, instance_id: str, fence: Fence, spec: ExecSpec) -> None:

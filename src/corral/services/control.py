@@ -19,6 +19,7 @@ from corral.services.events import Wakes, Watchers
 
 if TYPE_CHECKING:
     from corral.services.executor import Executor
+    from corral.services.files import Files
     from corral.services.sandboxes import Sandboxes
     from corral.services.upkeep import Upkeep
 
@@ -46,9 +47,9 @@ class Core:
     progress: Progress | None = None
     wakes: Wakes = field(default_factory=Wakes)
     watchers: Watchers = field(default_factory=Watchers)
-    closing: bool = False
     draining: bool = False
     """Nothing new is taken; what is under way goes on."""
+    closing: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with `closing`, for those who wait for something else."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -65,12 +66,12 @@ class Core:
         if self.closing:
             raise CorralError("shutting_down", "the service is stopping")
 
-    def as_seen(self, error: CorralError) -> CorralError:
     def check_accepting(self) -> None:
         """`shutting_down` once the service takes nothing new."""
         if self.draining or self.closing:
             raise CorralError("shutting_down", "the service is stopping and takes nothing new")
 
+    def as_seen(self, error: CorralError) -> CorralError:
         """While the service stops, its own failures mean nothing: the caller should ask the next owner."""
         if (self.closing and error.status >= 500) or (error.code == "cursor_gone" and self.closing):
             return CorralError("shutting_down", "the service is stopping")
@@ -118,6 +119,7 @@ class Services:
     sandboxes: Sandboxes
     runs: Executor
     upkeep: Upkeep
+    files: Files
 
     async def start(self) -> None:
         """Take over what an earlier owner left, then begin the loops."""

@@ -122,16 +122,16 @@ class Sandboxes:
         except TimeoutError:
             return await self._lifecycle.view(sandbox_id)
 
-    async def usable(self, caller: Caller, sandbox_id: str) -> SandboxView:
-        """The sandbox, with the caller's lease renewed; else why it cannot be used."""
-        view = await self._alive(caller, sandbox_id)
+    async def usable(self, caller: Caller, sandbox_id: str, lease: str | None = None) -> SandboxView:
+        """The sandbox, with the caller's lease renewed; else why it cannot be used. `lease`: what `Corral-Lease` says."""
+        view = await self._alive(caller, sandbox_id, lease)
         try:
             await self._core.store.renew_lease(sandbox_id, caller.owner, fence_of(view), _ttl_ms(view))
         except CorralError as error:
-            raise await self._met(error, sandbox_id) from error
+            raise await self.met(error, sandbox_id) from error
         return view
 
-    async def _met(self, error: CorralError, sandbox_id: str) -> CorralError:
+    async def met(self, error: CorralError, sandbox_id: str) -> CorralError:
         """What a call met because the sandbox was ending under it is told by why the sandbox ends."""
         if error.code in ("lease_lost", "guest_lost", "sandbox_lost", "sandbox_deleted", "not_found", "infra_error"):
             view = await self._core.store.get_sandbox(sandbox_id, None)
@@ -392,7 +392,7 @@ class Sandboxes:
             async for block in blocks:
                 yield block
         except CorralError as error:
-            raise await self._met(error, sandbox_id) from error
+            raise await self.met(error, sandbox_id) from error
         finally:
             close = getattr(blocks, "aclose", None)
             if close is not None:
@@ -409,7 +409,7 @@ class Sandboxes:
             if not await self._core.store.open_execs(sandbox_id):
                 await self._core.node.mark(instance_of(view))
         except CorralError as error:
-            raise await self._met(error, sandbox_id) from error
+            raise await self.met(error, sandbox_id) from error
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
     def _runner(self, request: ExecRequest) -> Runner | None:

@@ -20,6 +20,7 @@ from corral.services.control import Core, Services
 from corral.services.documents import Documents
 from corral.services.execs import Execs
 from corral.services.executor import Executor
+from corral.services.files import Files
 from corral.services.lifecycle import Lifecycle
 from corral.services.sandboxes import Sandboxes
 from corral.services.upkeep import Upkeep
@@ -67,7 +68,7 @@ class World:
         executor = Executor(core, lifecycle, execs)
         sandboxes = Sandboxes(core, lifecycle, execs)
         upkeep = Upkeep(core, lifecycle, executor, sandboxes, documents)
-        self.services = Services(core, documents, sandboxes, executor, upkeep)
+        self.services = Services(core, documents, sandboxes, executor, upkeep, Files(core, sandboxes))
         await self.services.start()
         return self.services
 

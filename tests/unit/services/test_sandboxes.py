@@ -343,7 +343,7 @@ async def test_what_a_call_meets_in_a_sandbox_that_ends_is_told_by_its_end(world
     made = (await world.call("POST", "/v1/sandboxes", {})).document
     world.node.destroy_gate = asyncio.Event()
     await world.call("DELETE", f"/v1/sandboxes/{made['id']}", wait=0.05)
-    met = await world.services.sandboxes._met(CorralError("lease_lost", "older"), made["id"])
+    met = await world.services.sandboxes.met(CorralError("lease_lost", "older"), made["id"])
     assert met.code == "sandbox_deleted"
     other = (await world.call("POST", "/v1/sandboxes", {})).document
-    assert (await world.services.sandboxes._met(CorralError("lease_lost", "older"), other["id"])).code == "lease_lost"
+    assert (await world.services.sandboxes.met(CorralError("lease_lost", "older"), other["id"])).code == "lease_lost"

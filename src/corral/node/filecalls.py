@@ -1,0 +1,149 @@
+"""The file part of `LocalNode`: what the node port says of files, over `files` (from the host) and `transfers` (through the guest)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from corral.domain.fence import Fence
+from corral.errors import CorralError
+from corral.node import files, transfers
+from corral.node.body import Body
+from corral.ports.node import Collected, FileBlocks, FileEvents, FileInfo, FilePage
+from corral.ports.runtime import HostTree
+
+
+class FileCalls:
+    """See `ports.node.Node`. What is not here is the instance's own: who is alive, under which fence, where its base lies."""
+
+    _bodies: dict[str, Body]
+
+    def _alive(self, instance_id: str) -> Body:
+        raise NotImplementedError
+
+    def _check_fence(self, body: Body, fence: Fence) -> None:
+        raise NotImplementedError
+
+    def _mark_path(self, instance_id: str) -> str:
+        raise NotImplementedError
+
+    async def put_files(self, instance_id: str, fence: Fence, items: Sequence[tuple[str, int, bytes | None]]) -> None:
+        body = self._alive(instance_id)
+        self._check_fence(body, fence)
+        await files.put(body.tree, self._mark_path(instance_id), items)
+
+    async def put_tar(
+        self, instance_id: str, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str = "sandbox"
+    ) -> None:
+        body = self._alive(instance_id)
+        self._check_fence(body, fence)
+        await transfers.put_tar(body, fence, tar, dest, user)
+
+    async def get_tar(self, instance_id: str, path: str, user: str = "sandbox") -> AsyncIterator[bytes]:
+        body = self._alive(instance_id)
+        async for piece in transfers.get_tar(body, path, user):
+            yield piece
+
+    async def stat_file(self, instance_id: str, path: str, *, follow: bool = True, user: str = "sandbox") -> FileInfo:
+        return await transfers.stat(self._alive(instance_id), path, follow=follow, user=user)
+
+    async def list_files(
+        self,
+        instance_id: str,
+        path: str,
+        *,
+        recursive: bool = False,
+        limit: int = 1000,
+        after: str = "",
+        user: str = "sandbox",
+    ) -> FilePage:
+        body = self._alive(instance_id)
+        return await transfers.list_page(body, path, recursive=recursive, limit=limit, after=after, user=user)
+
+    async def read_file(
+        self,
+        instance_id: str,
+        path: str,
+        *,
+        first: int | None = None,
+        last: int | None = None,
+        user: str = "sandbox",
+    ) -> FileBlocks:
+        return await transfers.read(self._alive(instance_id), path, first, last, user)
+
+    async def write_file(
+        self,
+        instance_id: str,
+        fence: Fence,
+        path: str,
+        blocks: AsyncIterator[bytes],
+        *,
+        mode: int | None = None,
+        parents: bool = True,
+        overwrite: bool = True,
+        size: int | None = None,
+        user: str = "sandbox",
+    ) -> tuple[FileInfo, bool]:
+        async with self._changing(instance_id, fence) as body:
+            return await transfers.write(
+                body,
+                fence,
+                path,
+                blocks,
+                mode=mode,
+                parents=parents,
+                overwrite=overwrite,
+                size=size,
+                user=user,
+            )
+
+    async def move_file(
+        self, instance_id: str, fence: Fence, source: str, target: str, *, overwrite: bool, user: str = "sandbox"
+    ) -> FileInfo:
+        async with self._changing(instance_id, fence) as body:
+            return await transfers.move(body, fence, source, target, overwrite=overwrite, user=user)
+
+    async def make_directory(
+        self, instance_id: str, fence: Fence, path: str, *, parents: bool, mode: int, user: str = "sandbox"
+    ) -> FileInfo:
+        async with self._changing(instance_id, fence) as body:
+            return await transfers.make_directory(body, fence, path, parents=parents, mode=mode, user=user)
+
+    async def remove_file(
+        self, instance_id: str, fence: Fence, path: str, *, recursive: bool, user: str = "sandbox"
+    ) -> None:
+        async with self._changing(instance_id, fence) as body:
+            await transfers.remove(body, fence, path, recursive=recursive, user=user)
+
+    async def watch_files(
+        self, instance_id: str, path: str, *, recursive: bool = False, user: str = "sandbox"
+    ) -> FileEvents:
+        return await transfers.watch(self._alive(instance_id), path, recursive, user)
+
+    @contextlib.asynccontextmanager
+    async def _changing(self, instance_id: str, fence: Fence) -> AsyncIterator[Body]:
+        """What a caller changes while no program runs is no program's doing."""
+        body = self._alive(instance_id)
+        self._check_fence(body, fence)
+        try:
+            yield body
+        finally:
+            if not body.execs and body.destroying is None:
+                with contextlib.suppress(OSError):
+                    files.touch(self._mark_path(instance_id))
+
+    def _tree(self, instance_id: str) -> HostTree:
+        return self._alive(instance_id).tree
+
+    async def mark(self, instance_id: str) -> None:
+        await files.mark(self._tree(instance_id), self._mark_path(instance_id))
+
+    async def collect(
+        self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None, mark: bool = False
+    ) -> Collected:
+        body = self._bodies.get(instance_id)
+        if body is None:
+            raise CorralError("not_found", f"instance {instance_id} is not here")
+        return await files.collect(
+            body.tree, self._mark_path(instance_id), outputs=outputs, max_bytes=max_bytes, into=into, mark=mark
+        )
