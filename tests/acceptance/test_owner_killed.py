@@ -1,5 +1,6 @@
 """Many commands on one state directory while its owner dies: no false result, and nothing is left after `gc`."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Box, eventually, marked, owner_of
+from .conftest import Box, eventually, holding, marked, owner_of
 
 
 @pytest.mark.slow
@@ -54,3 +55,16 @@ def test_eight_commands_at_once_all_get_their_own_result(box: Box) -> None:
     for n, process in enumerate(processes):
         out, err = process.communicate(timeout=120)
         assert (process.returncode, out) == (n, f"{n}\n".encode()), err
+
+
+@pytest.mark.parametrize("point", ["runtime.create.root", "runtime.create.started", "runtime.destroy.stopped"])
+def test_a_probe_that_is_cut_short_leaves_nothing_after_gc(box: Box, point: str) -> None:
+    cut = dataclasses.replace(box, env={**box.env, "CORRAL_FAULT_POINTS": f"{point}=kill"})
+    assert cut("doctor", "--fresh").returncode == -signal.SIGKILL
+    assert box.document("doctor", "--json")[1]["leftovers"], "the death left something to be found"
+    gone = box("gc")
+    assert gone.returncode == 0, gone.stderr
+    assert box.document("doctor", "--fresh", "--json")[1]["leftovers"] == []
+    assert not holding(box.state), "nothing that the probe had started lives on"
+    assert f"{box.state}/" not in Path("/proc/self/mountinfo").read_text()
+    assert os.listdir(box.state / "i") == []

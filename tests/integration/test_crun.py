@@ -629,7 +629,7 @@ async def test_probe_tells_what_holds_and_leaves_nothing(host: Host) -> None:
     assert set(info.limits.as_dict().values()) == {"enforced"}
     assert info.capabilities["two_uids"]
     assert mounts.mounts_below(host.state) == []
-    assert os.listdir(f"{host.state}/tmp") == []
+    assert os.listdir(f"{host.state}/i") == []
     assert cgroups.host().find_ours(INSTALLATION) == []
 
 

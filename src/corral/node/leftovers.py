@@ -1,11 +1,12 @@
 """What of ours lies around on the host without an owner: found by looking, never by remembering.
 
 Ours is what carries the installation's id (processes, control groups) or lies under its state directory (instance directories,
-mounts, loop devices, spools). What a live or half-made instance of the journal owns is not a leftover.
+mounts, loop devices, spools). What a live or half-made instance of the journal owns is not a leftover, nor what a probe tries just now.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from itertools import pairwise
@@ -26,6 +27,7 @@ def find(
             found.append({"kind": kind, "id": name, "instance_id": instance_id, **more})
 
     directory = os.path.join(state_dir, "i")
+    tried = set(_tried(directory))
     for name in filter(_instance, _names(directory)):  # what is not named like ours is not ours
         add("directory", name, _instance(name), path=os.path.join(directory, name))
     for instance_id in condemned:
@@ -49,7 +51,25 @@ def find(
     for name in _names(spool):
         if name not in execs:
             add("spool", name, None, path=os.path.join(spool, name))
-    return found
+    tried.update(_tried(directory))  # some began while we looked
+    return [item for item in found if item["instance_id"] not in tried]
+
+
+def _tried(directory: str) -> Iterator[str]:
+    """Instances that a living probe has: it holds their lock."""
+    for name in _names(directory):
+        instance_id = _instance(name)
+        try:
+            fd = os.open(os.path.join(directory, name, "probe.lock"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if instance_id is not None:
+                yield instance_id
+        finally:
+            os.close(fd)
 
 
 def _names(directory: str) -> list[str]:

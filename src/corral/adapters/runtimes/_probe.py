@@ -1,14 +1,20 @@
-"""What a probe starts: an instance of the smallest program there is, which depends on nothing that the host has installed."""
+"""What a probe starts: an instance of the smallest program there is, which depends on nothing that the host has installed.
+
+It has an id and a directory like every instance, so that whoever cleans up after a death in the middle finds all of it. A lock that
+ends with its process says that it is no leftover yet (`corral.node.leftovers`).
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shutil
-import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from corral.domain.ids import new_id, ulid_of
 from corral.domain.limits import MIB, Limits
 from corral.errors import CorralError
 from corral.linux import mounts
@@ -23,22 +29,34 @@ _PAUSE = {
 }
 
 
+LOCK = "probe.lock"
+
+
+@contextmanager
+def place(state_dir: str) -> Iterator[tuple[str, str]]:
+    """(id, directory) for something that is tried, below STATE/i; removed at the end, unless something is still mounted there."""
+    instance_id = new_id("ins", time.time_ns() // 1_000_000, os.urandom(10))
+    directory = f"{state_dir}/i/{ulid_of(instance_id)}"
+    os.makedirs(f"{state_dir}/i", 0o711, exist_ok=True)
+    os.mkdir(directory, 0o711)
+    lock = os.open(f"{directory}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield instance_id, directory
+    finally:
+        if not mounts.mounts_below(directory):
+            shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
 @contextmanager
 def spec(state_dir: str, installation_id: str) -> Iterator[InstanceSpec]:
-    """An instance to try, below STATE/tmp; its trees are removed at the end, unless something is still mounted there."""
-    aside = f"{state_dir}/tmp"  # noqa: S108
-    os.makedirs(aside, exist_ok=True)
-    place = tempfile.mkdtemp(prefix="probe-", dir=aside)
-    try:
-        directory, rootfs = f"{place}/i", f"{place}/root"
-        os.mkdir(directory, 0o711)
+    """An instance to try; its trees go at the end, whoever tried it has destroyed it by then."""
+    with place(state_dir) as (name, directory):
+        rootfs = f"{directory}/probe-root"
         _tree(rootfs)
-        name = f"probe-{os.path.basename(place)}"
         command = ("/pause", "--instance", name, "--installation", installation_id)
         yield InstanceSpec(name, "probe", 1, installation_id, directory, rootfs, rootfs, command, LIMITS)
-    finally:
-        if not mounts.mounts_below(place):
-            shutil.rmtree(place, ignore_errors=True)
 
 
 def _tree(rootfs: str) -> None:

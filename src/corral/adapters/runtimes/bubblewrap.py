@@ -23,7 +23,6 @@ import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -500,21 +499,20 @@ class BubblewrapRuntime:
 
     def _try_image(self) -> bool:
         """Whether a disk can be an image with hard limits: one is made, mounted and removed."""
-        place = tempfile.mkdtemp(prefix="bubblewrap-", dir=self._tools)
-        try:
-            disk.prepare(place, place, 2 * MIB, 32, 0, 0)
-        except (OSError, CorralError, subprocess.SubprocessError):
-            return False
-        finally:
-            disk.discard(place, place)
-            shutil.rmtree(place, ignore_errors=True)
+        with _probe.place(self._state_dir) as (_, directory):
+            place = _instance.place_of(directory)
+            try:
+                disk.prepare(directory, place, 2 * MIB, 32, 0, 0)
+            except (OSError, CorralError, subprocess.SubprocessError):
+                return False
+            finally:
+                disk.discard(directory, place)
         return True
 
     def _limit_modes(self, way: _Way) -> LimitModes:
-        name = f"{self._installation}/probe-{os.getpid()}-{threading.get_ident()}"
         held: frozenset[str] = frozenset()
-        with contextlib.suppress(OSError):
-            group = cgroups.host().create(name, Limits())
+        with contextlib.suppress(OSError), _probe.place(self._state_dir) as (instance_id, _):
+            group = cgroups.host().create(f"{self._installation}/{instance_id}", Limits())
             held = group.held
             group.remove()
         overshoot = {}
