@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -217,8 +218,36 @@ def reason(log: str) -> str:
     return (errors or lines or ["no output"])[-1]
 
 
+class Stopped(BaseException):
+    """A signal said so."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} while setting up")
+        self.number = number
+
+
 def end(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
+    raise Stopped(number)
+
+
+def wants_document(words: list[str]) -> bool:
+    """Is `--json` among the words of the command line?"""
+    return "--json" in (words[: words.index("--")] if "--" in words else words)
+
+
+def put_problem(code: str, title: str, status: int, detail: str) -> None:
+    """The one document of `--json`, as `corral.errors` writes it."""
+    kind = {"type": f"urn:corral:error:{code}", "title": title, "status": status, "detail": detail, "code": code}
+    print(json.dumps({"error": {**kind, "retryable": True, "hint": "run it again to go on"}}), flush=True)
+
+
+def refuse(detail: str, words: list[str]) -> int:
+    """Say why there is no environment, in the form that was asked for. -> exit status"""
+    if wants_document(words):
+        put_problem("infra_error", "The platform failed", 500, detail)
+    else:
+        print(f"corral: {detail}", file=sys.stderr)
+    return 125
 
 
 def main(argv: list[str]) -> int:
@@ -237,20 +266,22 @@ def main(argv: list[str]) -> int:
         if not environment.ready(STAMPS[lock], wanted):
             environment.make(lock)
     except SetupFailed as failure:
-        print(f"corral: {failure}", file=sys.stderr)
-        return 125
+        return refuse(str(failure), rest)
     except OSError as error:
-        print(f"corral: cannot set up in {venv}: {error.filename or ''}: {error.strerror}", file=sys.stderr)
-        return 125
+        return refuse(f"cannot set up in {venv}: {error.filename or ''}: {error.strerror}", rest)
+    except Stopped as stopped:
+        if wants_document(rest):
+            put_problem("cancelled", "The call was stopped", 409, str(stopped))
+        return 128 + stopped.number
     if os.environ.get("CORRAL_SETUP") == "check":
         print(environment.venv)
         return 0
     prefix = environment.cache()
-    flags = ["-I"] if prefix is None else ["-I", "-X", f"pycache_prefix={prefix}"]
+    flags = ["-I", "-S"] if prefix is None else ["-I", "-S", "-X", f"pycache_prefix={prefix}"]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
-    argv = [os.fspath(environment.python), *flags, os.fspath(environment.venv / "bin" / "corral"), *rest]
+    argv = [os.fspath(environment.python), *flags, os.fspath(environment.checkout / "deploy" / "start.py"), *rest]
     os.execv(environment.python, argv)  # noqa: S606
 
 
