@@ -49,10 +49,10 @@ class Opened:
     fresh: str | None = None
 
 
-def open_key(path: str, given: str | None, entropy: Callable[[int], bytes]) -> Opened:
-    """The stored key, else `given`, else a new one. A `given` key that differs from the stored one replaces it."""
+def open_key(path: str, given: str | None, entropy: Callable[[int], bytes], variable: str = VARIABLE) -> Opened:
+    """The stored key, else `given` (by `variable`), else a new one. A `given` key that differs from the stored one replaces it."""
     if given is not None:
-        _check(given)
+        _check(given, variable)
     known = _read(path)
     if given is not None:
         key = AdminKey.of(given)
@@ -68,14 +68,14 @@ def open_key(path: str, given: str | None, entropy: Callable[[int], bytes]) -> O
     return Opened(key, "made", fresh)
 
 
-def _check(given: str) -> None:
+def _check(given: str, variable: str) -> None:
     good = given.isascii() and given.isprintable() and " " not in given
     if not good or not MIN_LENGTH <= len(given) <= MAX_LENGTH:
         raise CorralError(
             "invalid_value",
-            f"{VARIABLE} is not a key of {MIN_LENGTH} to {MAX_LENGTH} printable ASCII characters without spaces",
+            f"{variable} is not a key of {MIN_LENGTH} to {MAX_LENGTH} printable ASCII characters without spaces",
             hint="for example the output of: openssl rand -hex 32",
-            field=VARIABLE,
+            field=variable,
         )
 
 

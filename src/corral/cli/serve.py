@@ -47,9 +47,9 @@ def command(host: str, port: int, tls_cert: str | None, tls_key: str | None, uns
     tls = Tls(tls_cert, tls_key).context() if tls_cert is not None and tls_key is not None else None
     settings = config.load()
     given = os.environ.get(VARIABLE)
-    listener = _bind(host, port)
+    listener = bind(host, port)
     try:
-        _check_reach(listener, tls is not None, unsafe_plaintext)
+        check_reach(listener, tls is not None, unsafe_plaintext)
         lock = _own(settings.state_dir)
         try:
             opened = open_key(os.path.join(settings.state_dir, KEY_FILE), given, os.urandom)
@@ -64,7 +64,7 @@ def command(host: str, port: int, tls_cert: str | None, tls_key: str | None, uns
         try:
             with _stopping() as stop:
                 owner.listen(listener, opened.key, tls)
-                terminal.put(f"corral: listening on {_url(listener, tls is not None)}\n")
+                terminal.put(f"corral: listening on {url_of(listener, tls is not None)}\n")
                 if opened.fresh is not None:
                     terminal.put(f"corral: admin key {opened.fresh}\n")
                 elif opened.how != "stored":
@@ -105,7 +105,8 @@ def _log(line: str) -> None:
     terminal.say(f"corral: {line}")
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; what cannot be is refused with a hint."""
     hint = "choose another --host or --port; --port 0 picks a free one"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -127,7 +128,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _check_reach(listener: socket.socket, encrypted: bool, unsafe_plaintext: bool) -> None:
+def check_reach(listener: socket.socket, encrypted: bool, unsafe_plaintext: bool) -> None:
     """Beyond loopback only with TLS, or knowingly without."""
     address = str(listener.getsockname()[0])
     if encrypted or is_loopback(address):
@@ -147,7 +148,8 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _url(listener: socket.socket, encrypted: bool) -> str:
+def url_of(listener: socket.socket, encrypted: bool) -> str:
+    """Where the listener is found."""
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     return f"{'https' if encrypted else 'http'}://{shown}:{port}"
