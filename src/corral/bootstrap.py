@@ -14,12 +14,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from corral import config
-from corral.client.transport import Event, Json, Params
+from corral.client.line import Params
 from corral.errors import CorralError
 
 if TYPE_CHECKING:
@@ -170,10 +170,17 @@ class Owner:
             await asyncio.wait(rest, timeout=2.0)
         await self._loop.shutdown_asyncgens()
 
-    # -- calls of this process (the shape of client.transport.Single) ------------------------------------------------------------
+    # -- calls of this process (client.owner) ------------------------------------------------------------------------------------
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run on this service's event loop, from any thread. `shutting_down` when it has stopped."""
+        if self._loop.is_closed() or not self._thread.is_alive():
+            work.close()
+            raise CorralError("shutting_down", "the service is not running")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def _call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run on the loop's thread and wait; an interruption here cancels the waiting there."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run there and wait; an interruption here cancels the waiting there."""
+        future = self.submit(work)
         try:
             return future.result(timeout)
         except CancelledError as error:
@@ -182,7 +189,7 @@ class Owner:
             future.cancel()
             raise
 
-    async def _dispatch(
+    async def dispatch(
         self,
         method: str,
         path: str,
@@ -191,6 +198,7 @@ class Owner:
         document: Any = None,
         body: bytes | AsyncIterator[bytes] = b"",
     ) -> Reply:
+        """The answer of a route; a problem is raised."""
         from corral.api.routes import Request, dispatch
 
         if self._services is None:
@@ -205,49 +213,6 @@ class Owner:
         if reply.status >= 400:
             raise CorralError.from_problem(reply.document or {})
         return reply
-
-    def request(
-        self, method: str, path: str, json: Json | None, params: Params | None, headers: Mapping[str, str] | None
-    ) -> Json:
-        return self._call(self._dispatch(method, path, params, headers, json)).document or {}
-
-    def stream(self, path: str, params: Params | None) -> Iterator[Event]:
-        reply = self._call(self._dispatch("GET", path, {**(params or {}), "encoding": "base64"}))
-        if reply.events is None:
-            raise CorralError("infra_error", f"{path} is not a stream", retryable=False)
-        for event in self._iterate(reply.events):
-            yield Event(event.kind, event.cursor, event.offset, event.data, event.doc)
-
-    def download(self, path: str, params: Params | None) -> Iterator[bytes]:
-        reply = self._call(self._dispatch("GET", path, params))
-        if reply.raw is None:
-            raise CorralError("infra_error", f"{path} is not a download", retryable=False)
-        return self._iterate(reply.raw)
-
-    def upload(self, path: str, chunks: Iterable[bytes], params: Params | None, method: str) -> Json:
-        async def body() -> AsyncIterator[bytes]:
-            source = iter(chunks)
-            while True:
-                block = await asyncio.to_thread(next, source, b"")
-                if not block:
-                    return
-                yield block
-
-        return self._call(self._dispatch(method, path, params, body=body())).document or {}
-
-    def _iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
-        missing: Any = object()
-
-        async def step() -> T:
-            return await anext(source, missing)
-
-        try:
-            while (item := self._call(step())) is not missing:
-                yield item
-        finally:
-            close = getattr(source, "aclose", None)
-            if close is not None and not self._closed:
-                self._call(close())
 
 
 def _web() -> None:

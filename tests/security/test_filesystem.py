@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.cli.unpack import unpack
+from corral.client.trees import unpack
 from corral.errors import CorralError
 
 from .conftest import Box, Lab, Refused, who_am_i

@@ -1,25 +1,22 @@
 """`corral cp SRC DST`: files and directories into or out of a sandbox, by tar; `-` is a tar stream.
 
 As `cp -r`: an existing directory as DST receives SRC under its own name, else DST is the new name; links stay links. Archives that
-come from a sandbox are unpacked member by member below DST without ever following a link (`corral.cli.unpack`).
+come from a sandbox are unpacked member by member below DST without ever following a link (`corral.client.trees`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import stat
-import tarfile
 from collections.abc import Generator, Iterable, Iterator
 
 import click
 
 from corral.cli import terminal, words
 from corral.cli.connection import opened
-from corral.cli.unpack import Reader, Unpacked, unpack
-from corral.client import Transport
+from corral.client import Transport, trees
 from corral.client.transport import quote
 from corral.errors import CorralError
 
@@ -76,7 +73,7 @@ class Remote:
     def kind(self) -> str | None:
         """`dir`, `file` or None (nothing there), told by the first member of its archive."""
         try:
-            with contextlib.closing(self._download()) as blocks, _read(blocks) as archive:
+            with contextlib.closing(self._download()) as blocks, trees.opened(blocks) as archive:
                 first = archive.next()
         except CorralError as error:
             if error.code == "not_found" and "sbx_" not in error.detail:
@@ -98,8 +95,12 @@ class Remote:
             folder, name = os.path.split(self.path)
         if contents_only and stat.S_ISDIR(facts.st_mode):
             folder, name = (self.path, ".")
-        done = Unpacked()
-        self.transport.upload(self.address, _pack(src, name, done), {"path": folder, "user": self.user})
+        done = trees.Unpacked()
+        try:
+            self.transport.upload(self.address, trees.pack(src, name, done), {"path": folder, "user": self.user})
+        except OSError as error:
+            told = f"cannot read {error.filename!r}: {error.strerror}"
+            raise CorralError("usage", told, field="SRC", hint=_SOURCE) from error
         return done.as_dict()
 
     def put_stream(self, blocks: Iterable[bytes]) -> words.Json:
@@ -110,10 +111,8 @@ class Remote:
     def get(self, dst: str) -> words.Json:
         """From here to a local path."""
         try:
-            with contextlib.closing(self._download()) as blocks, _read(blocks) as archive:
-                return unpack(archive, dst, os.path.basename(self.path)).as_dict()
-        except tarfile.TarError as error:
-            raise CorralError("infra_error", f"the archive is damaged: {error}", retryable=False) from error
+            with contextlib.closing(self._download()) as blocks:
+                return trees.unpack_stream(blocks, dst, os.path.basename(self.path)).as_dict()
         except OSError as error:
             where = error.filename if isinstance(error.filename, str) else dst
             raise CorralError(
@@ -133,63 +132,6 @@ class Remote:
         yield from self.transport.download(self.address, {"path": self.path, "user": self.user})
 
 
-def _read(blocks: Iterable[bytes]) -> tarfile.TarFile:
-    return tarfile.open(fileobj=io.BufferedReader(Reader(blocks), BLOCK), mode="r|", errorlevel=1)
-
-
 def _blocks_of_stdin() -> Iterator[bytes]:
     while block := os.read(0, BLOCK):
         yield block
-
-
-def _pack(src: str, name: str, done: Unpacked) -> Iterator[bytes]:
-    """A tar of `src` under `name`, block by block; owners are left out, what is no file, directory or link is refused."""
-    for path, inside in _tree(src, name):
-        try:
-            facts = os.lstat(path)
-            info = tarfile.TarInfo(inside)
-            info.mode, info.mtime = stat.S_IMODE(facts.st_mode) & 0o777, int(facts.st_mtime)
-            if stat.S_ISDIR(facts.st_mode):
-                info.type = tarfile.DIRTYPE
-                yield _header(info)
-            elif stat.S_ISLNK(facts.st_mode):
-                info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
-                yield _header(info)
-            elif stat.S_ISREG(facts.st_mode):
-                with open(path, "rb") as file:
-                    info.size = os.fstat(file.fileno()).st_size
-                    yield _header(info)
-                    yield from _content(file, info.size, path)
-            else:
-                raise CorralError("usage", f"{path!r} is no file, directory or link", field="SRC", hint=_SOURCE)
-        except OSError as error:
-            raise CorralError("usage", f"cannot read {path!r}: {error.strerror}", field="SRC", hint=_SOURCE) from error
-        done.count(info)
-    yield bytes(2 * tarfile.BLOCKSIZE)
-
-
-def _header(info: tarfile.TarInfo) -> bytes:
-    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-
-
-def _content(file: io.BufferedReader, size: int, path: str) -> Iterator[bytes]:
-    left = size
-    while left:
-        block = file.read(min(left, BLOCK))
-        if not block:
-            raise CorralError(
-                "usage", f"{path!r} became shorter while it was read", field="SRC", hint="copy it once more"
-            )
-        left -= len(block)
-        yield block
-    if padding := -size % tarfile.BLOCKSIZE:  # an empty block would say that the upload is over
-        yield bytes(padding)
-
-
-def _tree(src: str, name: str) -> Iterator[tuple[str, str]]:
-    """(local path, name in the archive), parents first, in order."""
-    yield src, name
-    if os.path.islink(src) or not os.path.isdir(src):
-        return
-    for entry in sorted(os.listdir(src)):
-        yield from _tree(os.path.join(src, entry), entry if name == "." else f"{name}/{entry}")

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from corral import config
-from corral.client.transport import PATIENCE_S, Repeating, Single
+from corral.client.effects import Blocking, Effects, drive
+from corral.client.line import PATIENCE_S, Line, Single
+from corral.client.transport import LineTransport
 from corral.errors import CorralError
 
 if TYPE_CHECKING:
@@ -27,13 +29,18 @@ LOOK_S = 0.004
 """How often a process that waits tries the lock."""
 
 
-class EmbeddedTransport(Repeating):
-    """Owner or client of one state directory, whichever it can be just now. Safe to use from several threads."""
+class StateDirectory:
+    """An `Endpoint`: owner or client of one state directory, whichever this process can be just now."""
 
-    def __init__(self, settings: config.Config, progress: Progress | None, patience_s: float = PATIENCE_S) -> None:
-        super().__init__(patience_s)
+    hint: str | None = None
+
+    def __init__(
+        self, settings: config.Config, effects: Effects, progress: Progress | None, patience_s: float = PATIENCE_S
+    ) -> None:
         self._settings = settings
+        self._effects = effects
         self._progress = progress
+        self._patience_s = patience_s
         self._guard = threading.Lock()
         self._owner: Owner | None = None
         self._single: Single | None = None
@@ -41,16 +48,24 @@ class EmbeddedTransport(Repeating):
         self._pid = os.getpid()
 
     @property
+    def patience_s(self) -> float:
+        return self._patience_s
+
+    @property
     def is_owner(self) -> bool:
         """True while this process owns the state directory."""
         return self._owner is not None
 
-    def current(self) -> Single:
+    async def current(self) -> Single:
+        if self._pid != os.getpid():
+            raise CorralError("infra_error", "a client cannot be used after fork; open a new one", retryable=False)
+        single = self._single
+        return single if single is not None else await self._effects.local(self._elected)
+
+    def _elected(self) -> Single:
         with self._guard:
             if self._closed:
                 raise CorralError("shutting_down", "this client is closed", retryable=False)
-            if self._pid != os.getpid():
-                raise CorralError("infra_error", "a client cannot be used after fork; open a new one", retryable=False)
             if self._single is None:
                 self._single = self._elect()
             return self._single
@@ -59,9 +74,13 @@ class EmbeddedTransport(Repeating):
         with self._guard:
             if self._single is single and self._owner is None:
                 self._single = None
+                single.close()
 
-    def pause(self, seconds: float) -> None:
+    async def pause(self, seconds: float) -> None:
         """Wait for the lock rather than for the clock: whoever waits has the same chance as whoever comes now."""
+        await self._effects.local(self._wait, seconds)
+
+    def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             with self._guard:
@@ -77,12 +96,13 @@ class EmbeddedTransport(Repeating):
         lock = take_lock(self._settings.state_dir)
         if lock is not None:
             return self._own(lock)
-        from corral.client.http import unix_transport
+        from corral.client.http import unix_single
 
-        return unix_transport(self._settings.state_dir, SOCKET)
+        return unix_single(self._effects, self._settings.state_dir, SOCKET)
 
     def _own(self, lock: int) -> Single:
         from corral import bootstrap
+        from corral.client.owner import OwnerSingle
 
         try:
             self._owner = bootstrap.start_owner(self._settings, progress=self._progress)
@@ -90,16 +110,22 @@ class EmbeddedTransport(Repeating):
             os.close(lock)
             raise
         self._owner.release.append(lambda: os.close(lock))
-        return self._owner
+        return OwnerSingle(self._owner, self._effects)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Finish what must not be left half-done (at most some seconds), then let another process own the directory."""
+        await self._effects.local(self._let_go)
+
+    def _let_go(self) -> None:
         with self._guard:
-            owner, self._owner, self._single, self._closed = self._owner, None, None, True
+            owner, self._owner, single, self._single, self._closed = self._owner, None, self._single, None, True
+        if single is not None:
+            single.close()
         if owner is not None and self._pid == os.getpid():
             owner.close()
 
 
+# -- opening -------------------------------------------------------------------------------------------------------------------
 def take_lock(state_dir: str) -> int | None:
     """The descriptor that holds STATE/owner.lock, or None when another process has it."""
     path = os.path.join(state_dir, "owner.lock")
@@ -123,8 +149,22 @@ def take_lock(state_dir: str) -> int | None:
     return descriptor
 
 
+class EmbeddedTransport(LineTransport):
+    """Owner or client of one state directory, for a synchronous program. Safe to use from several threads."""
+
+    def __init__(self, settings: config.Config, progress: Progress | None, patience_s: float = PATIENCE_S) -> None:
+        effects = Blocking()
+        self._state = StateDirectory(settings, effects, progress, patience_s)
+        super().__init__(Line(self._state, effects))
+
+    @property
+    def is_owner(self) -> bool:
+        """True while this process owns the state directory."""
+        return self._state.is_owner
+
+
 def open_embedded(state_dir: str | None = None, progress: Progress | None = None) -> EmbeddedTransport:
     """A transport on `state_dir` (default: `config.default_state_dir`); elects at once, so that a bad directory shows here."""
     transport = EmbeddedTransport(config.load(state_dir), progress)
-    transport.current()
+    drive(transport.line.endpoint.current())
     return transport

@@ -1,6 +1,7 @@
-"""The transport over HTTP: to a URL, or to a unix socket in a state directory. Standard library only, for a quick start.
+"""Single attempts over HTTP: to a URL, or to a unix socket in a state directory. No library, for a quick start.
 
-`HttpTransport` raises `Cut` when the connection cannot be made or breaks; `open_url` wraps it in the repeating form.
+Connections are kept for the next request for some seconds. What cannot be sent twice always gets a connection of its own, so that
+one that the server was just closing cannot make a call doubtful.
 """
 
 from __future__ import annotations
@@ -8,214 +9,267 @@ from __future__ import annotations
 import base64
 import json as jsonlib
 import os
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+import threading
+import time
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from corral.client.transport import Cut, Event, Json, Params, Repeating, Single
+from corral.client.effects import Address, Effects, Wire
+from corral.client.http1 import LAST_CHUNK, Response, chunk, head
+from corral.client.line import PATIENCE_S, Answer, Cut, Event, Json, Request, Single
 from corral.errors import CorralError
 
-CONNECT_TIMEOUT_S = 10.0
 FIRST_PATIENCE_S = 3.0
-READ_TIMEOUT_S = 90.0
-"""Longer than the longest `wait` we ask for and than the pause between comments of a stream."""
-BLOCK = 256 * 1024
+KEEP_S = 3.0
+"""Less than what servers keep an idle connection for."""
+KEEP = 64
+MAX_DOCUMENT = 256 * 1024 * 1024
 
 
-class _UnixConnection(HTTPConnection):
-    """HTTP on a unix socket, reached through its directory's descriptor: the path may be longer than a socket address."""
+class HttpSingle:
+    """Requests to one address. `prefix` goes before every path."""
 
-    def __init__(self, directory: str, name: str) -> None:
-        super().__init__("corral", timeout=CONNECT_TIMEOUT_S)
-        self._directory = directory
-        self._name = name
-
-    def connect(self) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        folder = -1
-        try:
-            sock.settimeout(self.timeout)
-            folder = os.open(self._directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            sock.connect(f"/proc/self/fd/{folder}/{self._name}")
-        except BaseException:
-            sock.close()
-            raise
-        finally:
-            if folder >= 0:
-                os.close(folder)
-        self.sock = sock
-
-
-class HttpTransport:
-    """One attempt per call, no repetition. `connect` makes a fresh connection."""
-
-    def __init__(self, connect: Callable[[], HTTPConnection], prefix: str = "", key: str | None = None) -> None:
-        self._connect = connect
+    def __init__(self, effects: Effects, address: Address, host: str, prefix: str = "", key: str | None = None) -> None:
+        self._effects = effects
+        self._address = address
+        self._host = host
         self._prefix = prefix
         self._key = key
+        self._guard = threading.Lock()
+        self._idle: list[tuple[Wire, object, float]] = []
+        self._closed = False
         self.answered = False
         """True once anything has answered."""
 
-    def _send(
-        self,
-        method: str,
-        path: str,
-        params: Params | None,
-        headers: Mapping[str, str] | None,
-        body: bytes | Iterable[bytes] | None,
-        content_type: str | None,
-    ) -> tuple[HTTPConnection, HTTPResponse]:
-        query = {name: _text(value) for name, value in (params or {}).items() if value is not None}
-        target = self._prefix + path + ("?" + urlencode(query, errors="surrogateescape") if query else "")
-        fields = dict(headers or {})
-        if self._key is not None:
-            fields["Authorization"] = f"Bearer {self._key}"
-        if content_type is not None:
-            fields["Content-Type"] = content_type
-        connection = self._connect()
+    async def send(self, request: Request) -> Answer:
+        """See `Single`."""
+        first, streamed = self._encode(request)
+        again = request.blocks is None and (request.method != "POST" or "Idempotency-Key" in request.headers)
+        wire = self._kept() if again else None
+        wire = wire or await self._connect()
+        response = Response(request.method)
         try:
-            connection.connect()
-        except OSError as error:
-            connection.close()
-            raise Cut(str(error), sent=False) from error
-        try:
-            if connection.sock is not None:
-                connection.sock.settimeout(READ_TIMEOUT_S)
-            connection.request(
-                method,
-                target,
-                body=body,
-                headers=fields,
-                encode_chunked=body is not None and not isinstance(body, bytes),
-            )
-            response = connection.getresponse()
+            try:
+                await wire.send(first)
+                if request.blocks is not None:
+                    await _send_blocks(wire, request, chunked=streamed)
+            except OSError:
+                # an answer that came while we were still sending (413): read it although the peer has closed its side
+                if not wire.waiting():
+                    raise
+            while not response.started:
+                response.feed(await wire.receive())
             self.answered = True
-            return connection, response
-        except (OSError, HTTPException) as error:
-            early = _early_answer(connection)
-            if early is not None:
-                return connection, early
-            connection.close()
+            answer = HttpAnswer(self, wire, response)
+            if not 200 <= response.status < 300:
+                raise await _refusal(answer)
+            return answer
+        except OSError as error:
+            wire.close()
             raise Cut(str(error) or type(error).__name__, sent=True) from error
         except BaseException:
-            connection.close()
+            wire.close()
             raise
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        json: Json | None = None,
-        params: Params | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Json:
-        body = None if json is None else jsonlib.dumps(json, separators=(",", ":")).encode()
-        connection, response = self._send(method, path, params, headers, body, "application/json" if json else None)
+    def _encode(self, request: Request) -> tuple[bytes, bool]:
+        """(the head, with a body that is at hand; whether the body is chunked)."""
+        query = {name: _text(value) for name, value in request.params.items() if value is not None}
+        target = self._prefix + request.path + ("?" + urlencode(query, errors="surrogateescape") if query else "")
+        fields = dict(request.headers)
+        if self._key is not None:
+            fields["Authorization"] = f"Bearer {self._key}"
+        body = request.raw
+        if request.json is not None:
+            body = jsonlib.dumps(request.json, separators=(",", ":")).encode()
+            fields["Content-Type"] = "application/json"
+        elif body is not None or request.blocks is not None:
+            fields.setdefault("Content-Type", "application/octet-stream")
+        chunked = request.blocks is not None and request.size is None
+        if chunked:
+            fields["Transfer-Encoding"] = "chunked"
+        elif request.blocks is not None or body is not None or request.method in ("POST", "PUT"):
+            fields["Content-Length"] = str(request.size if request.blocks is not None else len(body or b""))
         try:
-            raw = _read_all(response)
-        finally:
-            connection.close()
-        return _document(response.status, raw)
+            start = head(request.method, target, self._host, fields)
+        except ValueError as error:
+            raise CorralError("invalid_value", f"this cannot be sent: {error}", retryable=False) from error
+        return start + (body or b""), chunked
 
-    def stream(self, path: str, params: Params | None = None) -> Iterator[Event]:
-        wanted: dict[str, Any] = {"encoding": "base64", **(params or {})}
-        connection, response = self._send("GET", path, wanted, {"Accept": "text/event-stream"}, None, None)
+    async def _connect(self) -> Wire:
         try:
-            if response.status != 200:
-                _document(response.status, _read_all(response))
-            yield from _events(response)
-        finally:
-            connection.close()
+            return await self._effects.connect(self._address)
+        except OSError as error:
+            if (told := _hopeless(error, self._host)) is not None:
+                raise told from error
+            raise Cut(str(error) or type(error).__name__, sent=False) from error
 
-    def download(self, path: str, params: Params | None = None) -> Iterator[bytes]:
-        connection, response = self._send("GET", path, params, None, None, None)
-        try:
-            if response.status != 200:
-                _document(response.status, _read_all(response))
-            while True:
-                try:
-                    block = response.read1(BLOCK)
-                except (OSError, HTTPException) as error:
-                    raise CorralError("infra_error", "the download broke off") from error
-                if not block:
-                    break
-                yield block
-            if response.length:  # bytes that were promised and did not come
-                raise CorralError("infra_error", "the download broke off")
-        finally:
-            connection.close()
+    def _kept(self) -> Wire | None:
+        place, now = self._effects.place(), time.monotonic()
+        with self._guard:
+            mine = [entry for entry in self._idle if entry[1] is place and now - entry[2] < KEEP_S]
+            rest = [entry for entry in self._idle if entry not in mine]
+            found: Wire | None = None
+            while mine and found is None:
+                wire = mine.pop()[0]
+                if wire.waiting():
+                    wire.close()
+                else:
+                    found = wire
+            self._idle = mine
+        for entry in rest:
+            entry[0].close()
+        return found
 
-    def upload(self, path: str, chunks: Iterable[bytes], params: Params | None = None, method: str = "PUT") -> Json:
-        connection, response = self._send(method, path, params, None, chunks, "application/octet-stream")
-        try:
-            raw = _read_all(response)
-        finally:
-            connection.close()
-        return _document(response.status, raw)
+    def keep(self, wire: Wire) -> None:
+        """Use a connection again, or let it go."""
+        with self._guard:
+            if not self._closed and len(self._idle) < KEEP:
+                self._idle.append((wire, self._effects.place(), time.monotonic()))
+                return
+        wire.close()
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Let idle connections go; others close when their answers end."""
+        with self._guard:
+            idle, self._idle, self._closed = self._idle, [], True
+        for wire, _, _ in idle:
+            wire.close()
+
+
+class HttpAnswer:
+    """See `Answer`."""
+
+    def __init__(self, single: HttpSingle, wire: Wire, response: Response) -> None:
+        self._single = single
+        self._wire: Wire | None = wire
+        self._response = response
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
+
+    async def document(self) -> Json:
+        raw = await self.whole()
+        try:
+            document = jsonlib.loads(raw) if raw else {}
+        except ValueError as error:
+            raise _foreign(self.status) from error
+        return document if isinstance(document, dict) else {"value": document}
+
+    async def whole(self) -> bytes:
+        """All bytes of the body."""
+        parts, size = [], 0
+        async for block in self.blocks():
+            parts.append(block)
+            if (size := size + len(block)) > MAX_DOCUMENT:
+                raise CorralError("infra_error", "the answer is longer than any of ours", retryable=False)
+        return b"".join(parts)
+
+    async def blocks(self) -> AsyncGenerator[bytes, None]:
+        response, wire = self._response, self._wire
+        assert wire is not None
+        try:
+            while True:
+                for block in response.take():
+                    yield block
+                if response.ended:
+                    break
+                response.feed(await wire.receive())
+        except OSError as error:
+            raise Cut(str(error) or type(error).__name__, sent=True) from error
+        if response.reusable:
+            self._wire = None
+            self._single.keep(wire)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        rest = b""
+        source = self.blocks()
+        try:
+            async for block in source:
+                *whole, rest = (rest + block).split(b"\n\n")
+                for text in whole:
+                    event = _event(text)
+                    if event is not None:
+                        yield event
+        finally:
+            await source.aclose()
+
+    async def close(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+
+
+async def _send_blocks(wire: Wire, request: Request, *, chunked: bool) -> None:
+    assert request.blocks is not None
+    left = request.size or 0
+    async for block in request.blocks:
+        if not block:
+            continue
+        if wire.waiting():  # an answer before the end: the rest is not wanted
+            return
+        if not chunked and len(block) > left:
+            raise CorralError("conflict", "the content became longer while it was sent", retryable=True)
+        left -= len(block)
+        await wire.send(chunk(block) if chunked else block)
+    if chunked:
+        await wire.send(LAST_CHUNK)
+    elif left:
+        raise CorralError("conflict", "the content became shorter while it was sent", retryable=True)
+
+
+async def _refusal(answer: HttpAnswer) -> Exception:
+    raw = await answer.whole()
+    await answer.close()
+    try:
+        document = jsonlib.loads(raw) if raw else None
+    except ValueError:
+        document = None
+    if isinstance(document, dict) and "code" in document:
+        error = CorralError.from_problem(document)
+        after = answer.headers.get("retry-after", "")
+        if after.isascii() and after.isdigit() and len(after) < 6:
+            error.facts["retry_after_s"] = int(after)
+        return error
+    return _foreign(answer.status)
+
+
+def _foreign(status: int) -> Exception:
+    """An answer that is none of our routes'. From 500 on, the server or a proxy before it is going or coming."""
+    if status >= 500:
+        return Cut(f"the service answered {status} without a document of ours", sent=True)
+    hint = "check CORRAL_URL: something else answers there"
+    return CorralError("infra_error", f"answered {status} without a document of ours", hint=hint, retryable=False)
+
+
+def _hopeless(error: OSError, host: str) -> CorralError | None:
+    """The error of a connection that no repetition will make."""
+    import socket
+    import ssl
+
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return CorralError(
+            "node_unavailable",
+            f"the certificate of {host} is not trusted: {error.verify_message}",
+            hint="name the file of its authority: ca_file=, or CORRAL_CA_FILE",
+            retryable=False,
+        )
+    if isinstance(error, ssl.SSLError):
+        hint = "does the server speak TLS on this port? Use http:// if it does not"
+        return CorralError("node_unavailable", f"no TLS with {host}: {error.reason}", hint=hint, retryable=False)
+    if isinstance(error, socket.gaierror) and error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", -5)):
+        return CorralError("node_unavailable", f"there is no host {host}", hint="check CORRAL_URL", retryable=False)
+    return None
 
 
 def _text(value: Any) -> str:
     return ("true" if value else "false") if isinstance(value, bool) else str(value)
 
 
-def _early_answer(connection: HTTPConnection) -> HTTPResponse | None:
-    """An answer that came while we were still sending (413): read it although the peer has closed its side."""
-    if connection.sock is None:
-        return None
-    try:
-        connection.sock.settimeout(1.0)
-        response = HTTPResponse(connection.sock)
-        response.begin()
-    except (OSError, HTTPException):
-        return None
-    return response
-
-
-def _read_all(response: HTTPResponse) -> bytes:
-    try:
-        return response.read()
-    except (OSError, HTTPException) as error:
-        raise Cut(str(error) or type(error).__name__, sent=True) from error
-
-
-def _document(status: int, raw: bytes) -> Json:
-    try:
-        document = jsonlib.loads(raw) if raw else {}
-    except ValueError as error:
-        if status >= 500:  # not from our routes: the server or a proxy before it is going or coming
-            raise Cut(f"the service answered {status} without a document", sent=True) from error
-        raise CorralError("infra_error", f"the service answered {status} without a JSON document") from error
-    if 200 <= status < 300:
-        return document if isinstance(document, dict) else {"value": document}
-    if isinstance(document, dict) and "code" in document:
-        raise CorralError.from_problem(document)
-    raise CorralError("infra_error", f"the service answered {status}")
-
-
-def _events(response: HTTPResponse) -> Iterator[Event]:
-    """Server-sent events; `Cut` when the stream ends before `ended`."""
+def _event(text: bytes) -> Event | None:
+    """One server-sent event; None for a comment."""
     kind, cursor, data = "", None, ""
-    while True:
-        try:
-            line = response.readline()
-        except (OSError, HTTPException) as error:
-            raise Cut(str(error) or type(error).__name__, sent=True) from error
-        if not line:
-            raise Cut("the stream ended early", sent=True)
-        text = line.rstrip(b"\r\n").decode("utf-8")
-        if not text:
-            if kind:
-                yield _event(kind, cursor, jsonlib.loads(data) if data else {})
-                if kind == "ended":
-                    return
-            kind, cursor, data = "", None, ""
-            continue
-        name, _, value = text.partition(":")
+    for line in text.decode("utf-8").splitlines():
+        name, _, value = line.partition(":")
         value = value.removeprefix(" ")
         if name == "event":
             kind = value
@@ -223,35 +277,44 @@ def _events(response: HTTPResponse) -> Iterator[Event]:
             cursor = value
         elif name == "data":
             data += value
-
-
-def _event(kind: str, cursor: str | None, doc: Json) -> Event:
+    if not kind:
+        return None
+    doc = jsonlib.loads(data) if data else {}
     if kind in ("stdout", "stderr"):
-        data = base64.b64decode(doc["base64"]) if "base64" in doc else str(doc.get("text", "")).encode()
-        return Event(kind, cursor, int(doc["offset"]), data)
+        content = base64.b64decode(doc["base64"]) if "base64" in doc else str(doc.get("text", "")).encode()
+        return Event(kind, cursor, int(doc["offset"]), content)
     if kind == "error":
         raise CorralError.from_problem(doc)
     return Event(kind, cursor, int(doc.get("offset") or 0), b"", doc)
 
 
-class _Url(Repeating):
-    """A server that has answered once is waited for as long as it restarts; one that never did is probably not there."""
+class Url:
+    """A server by URL. One that has answered is waited for as long as it restarts; one that never did is probably not there."""
 
-    def __init__(self, single: HttpTransport, url: str) -> None:
-        super().__init__()
+    def __init__(self, single: HttpSingle, effects: Effects, url: str) -> None:
         self._single = single
-        self.hint = f"check that a server listens on {url}"
+        self._effects = effects
+        self.hint: str | None = f"check that a server listens on {url}"
 
     @property
     def patience_s(self) -> float:
-        return self._patience_s if self._single.answered else FIRST_PATIENCE_S
+        return PATIENCE_S if self._single.answered else FIRST_PATIENCE_S
 
-    def current(self) -> Single:
+    async def current(self) -> Single:
         return self._single
 
+    def failed(self, single: Single) -> None:
+        """The next attempt goes to the same place."""
 
-def open_url(url: str, key: str | None) -> Repeating:
-    """A transport to a server by URL (`http://`, `https://`). A bad URL is `invalid_value`."""
+    async def pause(self, seconds: float) -> None:
+        await self._effects.sleep(seconds)
+
+    async def close(self) -> None:
+        self._single.close()
+
+
+def open_url(url: str, key: str | None, effects: Effects, ca_file: str | None = None) -> Url:
+    """A server by URL (`http://`, `https://`, verified). A bad URL is `invalid_value`; nothing is connected yet."""
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -259,16 +322,29 @@ def open_url(url: str, key: str | None) -> Repeating:
         raise CorralError("invalid_value", f"CORRAL_URL: {error}", field="CORRAL_URL") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise CorralError("invalid_value", f"CORRAL_URL {url!r} is not an http or https URL", field="CORRAL_URL")
-    host = parts.hostname
-    kind: type[HTTPConnection] = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    if parts.query or parts.fragment:
+        hint = "give the address alone; the key goes into CORRAL_KEY"
+        raise CorralError("invalid_value", "CORRAL_URL has more than an address", field="CORRAL_URL", hint=hint)
+    tls = None
+    if parts.scheme == "https":
+        tls = _verified(ca_file or os.environ.get("CORRAL_CA_FILE") or None)
+    address = Address(parts.hostname, port or (443 if tls is not None else 80), tls)
+    name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    host = name if port is None else f"{name}:{port}"
+    single = HttpSingle(effects, address, host, parts.path.rstrip("/"), key)
+    return Url(single, effects, f"{parts.scheme}://{host}")
 
-    def connect() -> HTTPConnection:
-        return kind(host, port, timeout=CONNECT_TIMEOUT_S)
 
-    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"  # no user, no password
-    return _Url(HttpTransport(connect, parts.path.rstrip("/"), key), address)
+def _verified(ca_file: str | None) -> Any:
+    import ssl
+
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        detail = f"no certificates can be read from {ca_file!r}: {error}"
+        raise CorralError("invalid_value", detail, field="CORRAL_CA_FILE", hint="name a PEM file") from error
 
 
-def unix_transport(directory: str, name: str = "api.sock") -> HttpTransport:
+def unix_single(effects: Effects, directory: str, name: str = "api.sock") -> HttpSingle:
     """Single attempts on the socket `directory/name`."""
-    return HttpTransport(lambda: _UnixConnection(directory, name))
+    return HttpSingle(effects, Address(directory=directory, name=name), "corral")

@@ -1,97 +1,308 @@
-"""The Python SDK: `Corral` (sync) and `AsyncCorral`, embedded on a state directory or remote by URL, by one argument.
+"""The synchronous SDK: `Corral`, embedded on a state directory or remote by URL, by one argument.
 
     with Corral() as c:
         run = c.run(code="print(6*7)", language="python")
         print(run.result.stdout.text)
 
-A result is never raised, whatever the program did; `CorralError` says that the platform refused or failed.
+A result is never raised, whatever the program did; `CorralError` says that the platform refused or failed. A client may be used
+from several threads. `AsyncCorral` in `corral.client.async_sdk` has the same surface for asyncio.
 """
 
 from __future__ import annotations
 
-import base64
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+import os
+from collections.abc import Generator, Iterable, Sequence
+from typing import IO, Any, Unpack
 
-from corral.client.transport import Event, Json, Transport, quote
+from corral.client import endpoint
+from corral.client.calls import Calls, encoded_size
+from corral.client.effects import Blocking, drive, iterate
+from corral.client.files import Content, FileCalls, Path, Progress, source_of
+from corral.client.line import Event, Json, Line
+from corral.client.transport import quote
+from corral.client.values import (
+    ExecRequest,
+    FileEvent,
+    FileInfo,
+    Result,
+    RunRequest,
+    SandboxRequest,
+    encoded,
+)
 
-P = ParamSpec("P")
-T = TypeVar("T")
-WAIT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Output:
-    """One stream of a result: the kept bytes, and what is known about the rest."""
-
-    data: bytes
-    text: str
-    bytes: int
-    truncated: bool
-
-    @classmethod
-    def of(cls, document: Json) -> Output:
-        encoded = document.get("base64")
-        text = str(document.get("text") or "")
-        data = base64.b64decode(encoded) if encoded is not None else text.encode()
-        return cls(data, text, int(document["bytes"]), bool(document["truncated"]))
-
-
-class Result:
-    """How a program ended. Members of the contract's result are attributes; `document` has them all."""
-
-    def __init__(self, document: Json) -> None:
-        self.document = document
-        self.exit_code: int | None = document["exit_code"]
-        self.signal: str | None = document["signal"]
-        self.reason: str = document["reason"]
-        self.hint: str | None = document["hint"]
-        self.started: bool | None = document["started"]
-        self.stdout = Output.of(document["stdout"])
-        self.stderr = Output.of(document["stderr"])
-        self.files: list[Json] = document["files"]
-        self.artifacts: list[Json] = document["artifacts"]
-        self.usage: Json = document["usage"]
-        self.limits: Json = document["limits"]
-        self.timings: Json = document["timings"]
-
-    @property
-    def ok(self) -> bool:
-        """The program ran and exited 0."""
-        return self.reason == "ok"
-
-    def __repr__(self) -> str:
-        return f"<Result {self.reason} exit_code={self.exit_code}>"
+BUSY_S = 30.0
+"""How long a call is repeated while the service answers that it is busy."""
 
 
 class Run:
     """A finished run."""
 
-    def __init__(self, transport: Transport, document: Json) -> None:
-        self._transport = transport
+    def __init__(self, calls: Calls, document: Json) -> None:
+        self._calls = calls
         self.document = document
         self.id: str = document["id"]
         self.sandbox_id: str | None = document["sandbox_id"]
         self.decisions: Json = document["decisions"]
-        self.result = Result(document["result"])
+        self.result = Result(document["result"], document.get("agent_view"))
 
     def artifact(self, path: str) -> bytes:
         """The bytes of an artifact by its path (absolute, or relative to /workspace)."""
-        inner = "/".join(quote(part) for part in path.strip("/").split("/"))
-        return b"".join(self._transport.download(f"/v1/runs/{self.id}/artifacts/{inner}"))
+        return drive(self._calls.artifact(f"/v1/runs/{self.id}", path))
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self.result.reason}>"
 
 
-class Sandbox:
-    """A kept sandbox, leased to this client's key."""
+class RunHandle:
+    """A run that was submitted. It goes on whatever happens to this object; `c.runs.get(id)` makes another."""
 
-    def __init__(self, transport: Transport, document: Json) -> None:
-        self._transport = transport
+    def __init__(self, calls: Calls, document: Json) -> None:
+        self._calls = calls
         self.document = document
         self.id: str = document["id"]
+        self._at = f"/v1/runs/{quote(self.id)}"
+
+    @property
+    def state(self) -> str:
+        """As it was when last seen: queued, starting, running, collecting, finished."""
+        return str(self.document["state"])
+
+    @property
+    def result(self) -> Result | None:
+        """The result if the run had finished when last seen."""
+        found = self.document.get("result")
+        return None if found is None else Result(found, self.document.get("agent_view"))
+
+    def refresh(self) -> RunHandle:
+        """Look again."""
+        self.document = drive(self._calls.look(self._at))
+        return self
+
+    def wait(self, timeout_s: float | None = None, *, agent_view: int | None = None) -> Run:
+        """Its end. TimeoutError after `timeout_s`, which changes nothing: wait again."""
+        self.document = drive(self._calls.wait(self._at, timeout_s, agent_view))
+        return Run(self._calls, self.document)
+
+    def cancel(self) -> RunHandle:
+        """End it. A run that has finished stays as it is."""
+        self.document = drive(self._calls.cancel(self._at))
+        return self
+
+    def stream(self, cursor: str | None = None) -> Generator[Event, None, None]:
+        """started, stdout, stderr, gap, ended (`doc["result"]`), from a cursor on; resumed over broken connections."""
+        return iterate(self._calls.line.stream(f"{self._at}/stream", {"cursor": cursor}))
+
+    def __repr__(self) -> str:
+        return f"<RunHandle {self.id} {self.state}>"
+
+
+class Runs:
+    """`c.runs`."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def get(self, run_id: str) -> RunHandle:
+        """By id; `not_found`."""
+        return RunHandle(self._calls, drive(self._calls.look(f"/v1/runs/{quote(run_id)}")))
+
+    def list(self, limit: int | None = None) -> list[Json]:
+        """Summaries, newest first: `id state sandbox_id reason exit_code created_at finished_at total_ms`."""
+        return drive(self._calls.pages("/v1/runs", None, limit))
+
+
+class Exec:
+    """A program that was started in a sandbox. It goes on whatever happens to this object.
+
+    Input: `write` follows what was written before, `stdin_offset` counts it. A handle from `sb.execs.get` does not know the count
+    (None) until it is set; without it, input that was cut off is an error instead of being sent again.
+    """
+
+    def __init__(self, calls: Calls, document: Json, stdin_offset: int | None) -> None:
+        self._calls = calls
+        self.document = document
+        self.id: str = document["id"]
+        self.sandbox_id: str = document["sandbox_id"]
+        self.stdin_offset = stdin_offset
+        self._at = f"/v1/execs/{quote(self.id)}"
+
+    @property
+    def state(self) -> str:
+        """As it was when last seen."""
+        return str(self.document["state"])
+
+    @property
+    def result(self) -> Result | None:
+        """The result if the program had ended when last seen."""
+        found = self.document.get("result")
+        return None if found is None else Result(found, self.document.get("agent_view"))
+
+    def refresh(self) -> Exec:
+        """Look again."""
+        self.document = drive(self._calls.look(self._at))
+        return self
+
+    def wait(self, timeout_s: float | None = None, *, agent_view: int | None = None) -> Result:
+        """Its end. TimeoutError after `timeout_s`, which changes nothing: wait again."""
+        self.document = drive(self._calls.wait(self._at, timeout_s, agent_view))
+        return Result(self.document["result"], self.document.get("agent_view"))
+
+    def cancel(self) -> Exec:
+        """End it and all that it started. One that has ended stays as it is."""
+        self.document = drive(self._calls.cancel(self._at))
+        return self
+
+    def events(self, cursor: str | None = None) -> Generator[Event, None, None]:
+        """started, stdout, stderr, gap, ended (`doc["result"]`), from a cursor on; resumed over broken connections."""
+        return iterate(self._calls.line.stream(f"{self._at}/stream", {"cursor": cursor}))
+
+    def write(self, data: bytes | str, *, eof: bool = False) -> None:
+        """More input; returns when the program's side has taken it. After an error `stdin_offset` says how much was accepted."""
+        raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+        start = self.stdin_offset
+        for accepted in iterate(self._calls.write(self.id, raw, eof, start)):
+            self.stdin_offset = None if start is None else start + accepted
+
+    def close_stdin(self) -> None:
+        """End of file for the program."""
+        self.write(b"", eof=True)
+
+    def signal(self, signal: str | int) -> None:
+        """`TERM`, `SIGINT`, 9 …, to the whole exec."""
+        drive(self._calls.signal(self.id, signal))
+
+    def resize(self, rows: int, cols: int) -> None:
+        """The size of its terminal."""
+        drive(self._calls.resize(self.id, rows, cols))
+
+    def artifact(self, path: str) -> bytes:
+        """The bytes of an artifact by its path (absolute, or relative to /workspace)."""
+        return drive(self._calls.artifact(self._at, path))
+
+    def __repr__(self) -> str:
+        return f"<Exec {self.id} {self.state}>"
+
+
+class Execs:
+    """`sb.execs`: what has been started in a sandbox."""
+
+    def __init__(self, calls: Calls, sandbox_id: str) -> None:
+        self._calls = calls
+        self._sandbox_id = sandbox_id
+
+    def get(self, exec_id: str) -> Exec:
+        """By id; `not_found`."""
+        return Exec(self._calls, drive(self._calls.look(f"/v1/execs/{quote(exec_id)}")), None)
+
+    def list(self) -> list[Exec]:
+        """All, oldest first. Their results are without output; `refresh` brings it."""
+        found = drive(self._calls.line.request("GET", f"/v1/sandboxes/{quote(self._sandbox_id)}/execs"))
+        return [Exec(self._calls, document, None) for document in found["items"]]
+
+
+class Files:
+    """`sb.files`: paths are absolute, or relative to /workspace; bytes and lone surrogates name what is not UTF-8."""
+
+    def __init__(self, calls: FileCalls) -> None:
+        self._calls = calls
+
+    def as_user(self, user: str) -> Files:
+        """The same files with the rights of `user` inside; `user_refused` where the template does not allow it."""
+        return Files(FileCalls(self._calls.line, self._calls.sandbox_id, user))
+
+    def read(
+        self, path: Path, offset: int = 0, length: int | None = None, *, progress: Progress | None = None
+    ) -> bytes:
+        """The bytes from `offset`, at most `length`."""
+        return drive(self._calls.read(path, offset, length, progress))
+
+    def read_text(self, path: Path, *, errors: str = "strict") -> str:
+        """The whole file as UTF-8."""
+        return self.read(path).decode("utf-8", errors)
+
+    def stream(
+        self, path: Path, offset: int = 0, length: int | None = None, *, progress: Progress | None = None
+    ) -> Generator[bytes, None, None]:
+        """The same in blocks. A read that was cut off goes on; `conflict` if the file changed meanwhile."""
+        return iterate(self._calls.stream(path, offset, length, progress))
+
+    def write(
+        self,
+        path: Path,
+        data: Content,
+        mode: int | None = None,
+        overwrite: bool = True,
+        *,
+        parents: bool = True,
+        progress: Progress | None = None,
+    ) -> FileInfo:
+        """Atomic: the old content or the new, never a part. `data` is read from where it stands."""
+        source = source_of(data, self._calls.line.effects)
+        return drive(self._calls.write(path, source, mode, overwrite, parents, progress))
+
+    def list(self, path: Path = "/workspace", recursive: bool = False) -> list[FileInfo]:
+        """All entries, sorted by the bytes of their paths."""
+        return drive(self._calls.list(path, recursive))
+
+    def stat(self, path: Path, *, follow: bool = True) -> FileInfo:
+        """One entry; `not_found`."""
+        return drive(self._calls.stat(path, follow))
+
+    def exists(self, path: Path) -> bool:
+        """A link counts, whatever it points to."""
+        return drive(self._calls.exists(path))
+
+    def move(self, src: Path, dst: Path, overwrite: bool = False) -> FileInfo:
+        """Rename. Not repeated when the connection breaks in the middle: look before you do it again."""
+        return drive(self._calls.move(src, dst, overwrite))
+
+    def mkdir(self, path: Path, *, parents: bool = True, mode: int | None = None) -> FileInfo:
+        """A directory; one that is there is fine."""
+        return drive(self._calls.mkdir(path, parents, mode))
+
+    def delete(self, path: Path, recursive: bool = False) -> None:
+        """A file, link or directory; links are removed, never followed."""
+        drive(self._calls.delete(path, recursive))
+
+    def upload(self, local: str | os.PathLike[str], path: Path, *, progress: Progress | None = None) -> None:
+        """A local file or directory as `path`; the content of a directory is merged into one that is there."""
+        drive(self._calls.upload(os.fspath(local), path, progress))
+
+    def download(self, path: Path, local: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
+        """A file or directory as `local`; the content of a directory is merged into one that is there."""
+        drive(self._calls.download(path, os.fspath(local), progress))
+
+    def watch(self, path: Path = "/workspace", *, recursive: bool = False) -> Generator[FileEvent, None, None]:
+        """What happens from `started` on, until the sandbox ends or the iterator is closed."""
+        return iterate(self._calls.watch(path, recursive))
+
+
+class Archive:
+    """`sb.archive`: whole trees as tar streams."""
+
+    def __init__(self, calls: FileCalls) -> None:
+        self._calls = calls
+
+    def get(self, path: Path = "/workspace", *, progress: Progress | None = None) -> Generator[bytes, None, None]:
+        """A tar stream of a path inside."""
+        return iterate(self._calls.get_archive(path, progress))
+
+    def put(self, path: Path, data: bytes | IO[bytes] | Iterable[bytes], *, progress: Progress | None = None) -> None:
+        """Unpack a tar stream in the directory `path`."""
+        drive(self._calls.put_archive(path, source_of(data, self._calls.line.effects), progress))
+
+
+class Sandbox:
+    """A kept sandbox, leased to this client's key. As a context manager it is deleted at the end."""
+
+    def __init__(self, calls: Calls, document: Json) -> None:
+        self._calls = calls
+        self.document = document
+        self.id: str = document["id"]
+        self._at = f"/v1/sandboxes/{quote(self.id)}"
+        self.execs = Execs(calls, self.id)
+        self.files = Files(FileCalls(calls.line, self.id))
+        self.archive = Archive(FileCalls(calls.line, self.id))
 
     @property
     def state(self) -> str:
@@ -100,29 +311,43 @@ class Sandbox:
 
     def refresh(self) -> Sandbox:
         """Look again."""
-        self.document = self._transport.request("GET", f"/v1/sandboxes/{self.id}")
+        self.document = drive(self._calls.look(self._at))
         return self
 
-    def exec(self, argv: list[str] | None = None, **request: Any) -> Result:
-        """Run a program (`argv`) or a shell text (`shell=`) and wait for its end."""
-        if argv is not None:
-            request["argv"] = argv
-        document = self._transport.request("POST", f"/v1/sandboxes/{self.id}/execs", request, {"wait": WAIT_S})
-        while document["result"] is None:
-            document = self._transport.request("GET", f"/v1/execs/{document['id']}", None, {"wait": WAIT_S})
-        return Result(document["result"])
+    def exec(
+        self, argv: Sequence[str] | None = None, *, agent_view: int | None = None, **request: Unpack[ExecRequest]
+    ) -> Result:
+        """Run a program (`argv`), a shell text (`shell=`) or `code=` and wait for its end. Interrupted: it is cancelled."""
+        document = encoded({"argv": argv, **request})
+        answer = drive(self._calls.to_its_end(f"{self._at}/execs", "/v1/execs", document, agent_view))
+        return Result(answer["result"], answer.get("agent_view"))
 
-    def exec_stream(self, argv: list[str] | None = None, **request: Any) -> Iterator[Event]:
-        """The same as events: started, stdout, stderr, gap, ended (`doc["result"]`)."""
-        if argv is not None:
-            request["argv"] = argv
-        document = self._transport.request("POST", f"/v1/sandboxes/{self.id}/execs", request, {"wait": 0})
-        return self._transport.stream(f"/v1/execs/{document['id']}/stream")
+    def exec_stream(
+        self, argv: Sequence[str] | None = None, **request: Unpack[ExecRequest]
+    ) -> Generator[Event, None, None]:
+        """The same as events: started, stdout, stderr, gap, ended (`doc["result"]`).
+
+        It starts when the first event is asked for; closing the iterator before `ended` cancels it.
+        """
+        document = encoded({"argv": argv, **request})
+        return iterate(self._calls.watched(f"{self._at}/execs", "/v1/execs", document))
+
+    def start(
+        self, argv: Sequence[str] | None = None, *, stdin_open: bool = True, **request: Unpack[ExecRequest]
+    ) -> Exec:
+        """Start it and go on. `stdin_open`: more input follows by `write`, until `close_stdin`."""
+        document = encoded({"argv": argv, **request, "stdin_open": stdin_open})
+        return Exec(self._calls, drive(self._calls.start(f"{self._at}/execs", document)), encoded_size(document))
 
     def delete(self) -> None:
         """End it; returns when it is terminated. Repeated: nothing."""
-        while self._transport.request("DELETE", f"/v1/sandboxes/{self.id}")["state"] != "terminated":
-            pass
+        self.document = drive(self._calls.delete(self.id))
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.delete()
 
     def __repr__(self) -> str:
         return f"<Sandbox {self.id} {self.state}>"
@@ -131,126 +356,64 @@ class Sandbox:
 class Sandboxes:
     """`c.sandboxes`."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
 
-    def create(self, **request: Any) -> Sandbox:
+    def create(self, **request: Unpack[SandboxRequest]) -> Sandbox:
         """A new sandbox; members of `POST /v1/sandboxes` as keywords."""
-        return Sandbox(self._transport, self._transport.request("POST", "/v1/sandboxes", request))
+        return Sandbox(self._calls, drive(self._calls.create(encoded(request))))
 
     def get(self, sandbox_id: str) -> Sandbox:
         """By id; `not_found`."""
-        return Sandbox(self._transport, self._transport.request("GET", f"/v1/sandboxes/{quote(sandbox_id)}"))
+        return Sandbox(self._calls, drive(self._calls.look(f"/v1/sandboxes/{quote(sandbox_id)}")))
 
-    def list(self) -> list[Sandbox]:
-        """All that have not ended, newest first."""
-        found: list[Sandbox] = []
-        after: str | None = None
-        while True:
-            page = self._transport.request("GET", "/v1/sandboxes", None, {"after": after, "limit": 1000})
-            found += [Sandbox(self._transport, item) for item in page["items"]]
-            after = page["next"]
-            if after is None:
-                return found
+    def list(self, *, all: bool = False) -> list[Sandbox]:
+        """All that have not ended (`all`: those too), newest first."""
+        found = drive(self._calls.pages("/v1/sandboxes", {"all": all or None}))
+        return [Sandbox(self._calls, document) for document in found]
 
 
 class Corral:
-    """See the module docstring. `url` None and no `CORRAL_URL`: embedded on `state_dir`."""
+    """A client; closed as a context manager or by `close`. Kept sandboxes live on.
 
-    def __init__(self, url: str | None = None, key: str | None = None, state_dir: str | None = None) -> None:
-        from corral.client import connect
+    `url` (with `key`): that server. `state_dir`: embedded on that directory. Neither: `CORRAL_URL` (with `CORRAL_KEY`), else the
+    default state directory. `ca_file` (or `CORRAL_CA_FILE`): PEM file of the authority that signed the server's certificate.
+    """
 
-        self.transport = connect(url, key, state_dir)
-        self.sandboxes = Sandboxes(self.transport)
+    def __init__(
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        state_dir: str | os.PathLike[str] | None = None,
+        *,
+        ca_file: str | os.PathLike[str] | None = None,
+    ) -> None:
+        effects = Blocking()
+        place = None if state_dir is None else os.fspath(state_dir)
+        target = endpoint(url, key, place, None if ca_file is None else os.fspath(ca_file), effects)
+        self._calls = Calls(Line(target, effects, BUSY_S))
+        self.runs = Runs(self._calls)
+        self.sandboxes = Sandboxes(self._calls)
+        drive(target.current())  # so that a bad directory shows here
 
-    def run(self, **request: Any) -> Run:
-        """One run to its end; members of `POST /v1/runs` as keywords (`code=`, `language=`, `timeout_s=`, …)."""
-        document = self.transport.request("POST", "/v1/runs", request, {"wait": WAIT_S})
-        while document["state"] != "finished":
-            document = self.transport.request("GET", f"/v1/runs/{document['id']}", None, {"wait": WAIT_S})
-        return Run(self.transport, document)
+    def run(self, *, agent_view: int | None = None, **request: Unpack[RunRequest]) -> Run:
+        """One run to its end; members of `POST /v1/runs` as keywords. Interrupted: it is cancelled."""
+        return Run(self._calls, drive(self._calls.to_its_end("/v1/runs", "/v1/runs", encoded(request), agent_view)))
+
+    def submit(self, **request: Unpack[RunRequest]) -> RunHandle:
+        """Start a run and go on."""
+        return RunHandle(self._calls, drive(self._calls.start("/v1/runs", encoded(request))))
+
+    def request(self, method: str, path: str, json: Json | None = None, **params: Any) -> Json:
+        """Any other route of the API, with the same repetitions."""
+        return drive(self._calls.line.request(method, path, json, params))
 
     def close(self) -> None:
-        """Let go; kept sandboxes live on."""
-        self.transport.close()
+        """Let go. Repeated: nothing."""
+        drive(self._calls.line.close())
 
     def __enter__(self) -> Corral:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class AsyncSandbox:
-    """`Sandbox` for asyncio: each call waits in a thread."""
-
-    def __init__(self, below: Sandbox) -> None:
-        self._below = below
-        self.id = below.id
-
-    @property
-    def state(self) -> str:
-        """As it was when last seen."""
-        return self._below.state
-
-    async def exec(self, argv: list[str] | None = None, **request: Any) -> Result:
-        """See `Sandbox.exec`."""
-        return await _threaded(self._below.exec, argv, **request)
-
-    async def exec_stream(self, argv: list[str] | None = None, **request: Any) -> AsyncIterator[Event]:
-        """See `Sandbox.exec_stream`."""
-        events = await _threaded(self._below.exec_stream, argv, **request)
-        while (event := await _threaded(lambda: next(events, None))) is not None:
-            yield event
-
-    async def delete(self) -> None:
-        """See `Sandbox.delete`."""
-        await _threaded(self._below.delete)
-
-
-class AsyncSandboxes:
-    """`Sandboxes` for asyncio."""
-
-    def __init__(self, below: Sandboxes) -> None:
-        self._below = below
-
-    async def create(self, **request: Any) -> AsyncSandbox:
-        """See `Sandboxes.create`."""
-        return AsyncSandbox(await _threaded(self._below.create, **request))
-
-    async def get(self, sandbox_id: str) -> AsyncSandbox:
-        """See `Sandboxes.get`."""
-        return AsyncSandbox(await _threaded(self._below.get, sandbox_id))
-
-    async def list(self) -> list[AsyncSandbox]:
-        """See `Sandboxes.list`."""
-        return [AsyncSandbox(each) for each in await _threaded(self._below.list)]
-
-
-class AsyncCorral:
-    """`Corral` for asyncio, as an async context manager."""
-
-    def __init__(self, url: str | None = None, key: str | None = None, state_dir: str | None = None) -> None:
-        self._arguments = (url, key, state_dir)
-        self._below: Corral | None = None
-
-    async def __aenter__(self) -> AsyncCorral:
-        self._below = await _threaded(Corral, *self._arguments)
-        self.sandboxes = AsyncSandboxes(self._below.sandboxes)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._below is not None:
-            await _threaded(self._below.close)
-
-    async def run(self, **request: Any) -> Run:
-        """See `Corral.run`."""
-        if self._below is None:
-            self._below = await _threaded(Corral, *self._arguments)
-        return await _threaded(self._below.run, **request)
-
-
-async def _threaded(call: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-    import asyncio
-
-    return await asyncio.to_thread(call, *arguments, **keywords)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from corral.client.http import open_url
-from corral.client.transport import Repeating
+from corral.client import connect
+from corral.client.line import PATIENCE_S
+from corral.client.transport import LineTransport
 from corral.errors import CorralError
 
 from .conftest import RUN, SANDBOX, Call, FakeTransport, refusal
@@ -216,30 +217,44 @@ def test_an_upload_holds_no_empty_block_whatever_the_sizes(
 
 
 def test_empty_chunks_of_an_upload_do_not_reach_what_sends_it() -> None:
-    class One(Repeating):
-        def current(self) -> Any:
-            return self
+    sent = []
 
-        def upload(self, path: str, chunks: Iterable[bytes], params: Any = None, method: str = "PUT") -> dict[str, Any]:
-            return {"chunks": list(chunks)}
+    class Wire:
+        async def send(self, data: bytes) -> None:
+            sent.append(data)
 
-    single = One()
-    outer = Repeating()
-    outer.current = lambda: single  # type: ignore[method-assign]
-    assert outer.upload("/x", [b"a", b"", b"c", b""]) == {"chunks": [b"a", b"c"]}
+        async def receive(self) -> bytes:
+            return b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+
+        def waiting(self) -> bool:
+            return False
+
+        def close(self) -> None:
+            pass
+
+    transport = connect(url="http://127.0.0.1:1")
+    assert isinstance(transport, LineTransport)
+
+    async def wire(address: Any) -> Any:
+        return Wire()
+
+    transport.line.effects.connect = wire  # type: ignore[method-assign]
+    assert transport.upload("/x", [b"a", b"", b"c", b""]) == {}
+    assert sent[1:] == [b"1\r\na\r\n", b"1\r\nc\r\n", b"0\r\n\r\n"]
 
 
 def test_a_url_where_nothing_listens_is_told_soon() -> None:
     with socket.socket() as taken:  # bound, not listening: refuses
         taken.bind(("127.0.0.1", 0))
-        remote = open_url(f"http://me:secret@127.0.0.1:{taken.getsockname()[1]}/x", None)
+        remote = connect(url=f"http://me:secret@127.0.0.1:{taken.getsockname()[1]}/x")
+        assert isinstance(remote, LineTransport)
         began = time.monotonic()
         with pytest.raises(CorralError) as refused:
             remote.request("GET", "/v1/runs")
     assert time.monotonic() - began < 15
     assert refused.value.code == "node_unavailable"
     assert refused.value.hint is not None and "127.0.0.1" in refused.value.hint and "secret" not in refused.value.hint
-    assert remote.patience_s < 10 < Repeating().patience_s
+    assert remote.line.endpoint.patience_s < 10 < PATIENCE_S
 
 
 def test_upload_into_a_directory_that_is_there_keeps_the_name(

@@ -1,14 +1,17 @@
-"""Unpack an archive that a sandbox made. Nothing in it is trusted: no link is followed, no name leaves the target.
+"""Trees of local files as tar streams, and back.
 
-Only directories, files and links are made; a link is made as it is, whatever it points to. Owners, setuid and devices are left out.
+Nothing in an archive that a sandbox made is trusted: no link is followed, no name leaves the target. Only directories, files and
+links are packed and made; a link is made as it is, whatever it points to. Owners, setuid and devices are left out.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +64,20 @@ class Reader(io.RawIOBase):
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]
         return count
+
+
+def opened(blocks: Iterable[bytes]) -> tarfile.TarFile:
+    """A tar stream to read once, from its start to its end."""
+    return tarfile.open(fileobj=io.BufferedReader(Reader(blocks), BLOCK), mode="r|", errorlevel=1)
+
+
+def unpack_stream(blocks: Iterable[bytes], dst: str, name: str) -> Unpacked:
+    """`unpack` of a tar stream; one that is damaged is `infra_error`."""
+    try:
+        with opened(blocks) as archive:
+            return unpack(archive, dst, name)
+    except tarfile.TarError as error:
+        raise CorralError("infra_error", f"the archive is damaged: {error}", retryable=False) from error
 
 
 def unpack(archive: tarfile.TarFile, dst: str, name: str) -> Unpacked:
@@ -202,3 +219,53 @@ class Target:
             os.unlink(name, dir_fd=folder)
         except FileNotFoundError:
             pass
+
+
+# -- packing -------------------------------------------------------------------------------------------------------------------
+def pack(src: str, name: str, done: Unpacked | None = None) -> Iterator[bytes]:
+    """A tar of `src` under `name`, block by block, counted in `done`. OSError says what cannot be read or is none of the three."""
+    for path, inside in _tree(src, name):
+        facts = os.lstat(path)
+        info = tarfile.TarInfo(inside)
+        info.mode, info.mtime = stat.S_IMODE(facts.st_mode) & 0o777, int(facts.st_mtime)
+        if stat.S_ISDIR(facts.st_mode):
+            info.type = tarfile.DIRTYPE
+            yield _header(info)
+        elif stat.S_ISLNK(facts.st_mode):
+            info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+            yield _header(info)
+        elif stat.S_ISREG(facts.st_mode):
+            with open(path, "rb") as file:
+                info.size = os.fstat(file.fileno()).st_size
+                yield _header(info)
+                yield from _content(file, info.size, path)
+        else:
+            raise OSError(errno.EINVAL, "it is no file, directory or link", path)
+        if done is not None:
+            done.count(info)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _header(info: tarfile.TarInfo) -> bytes:
+    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
+def _content(file: io.BufferedReader, size: int, path: str) -> Iterator[bytes]:
+    left = size
+    while left:
+        block = file.read(min(left, BLOCK))
+        if not block:
+            raise OSError(errno.EIO, "it became shorter while it was read", path)
+        left -= len(block)
+        yield block
+    if padding := -size % tarfile.BLOCKSIZE:  # an empty block would say that the upload is over
+        yield bytes(padding)
+
+
+def _tree(src: str, name: str) -> Iterator[tuple[str, str]]:
+    """(local path, name in the archive), parents first, in order."""
+    yield src, name
+    if os.path.islink(src) or not os.path.isdir(src):
+        return
+    for entry in sorted(os.listdir(src)):
+        yield from _tree(os.path.join(src, entry), entry if name == "." else f"{name}/{entry}")
