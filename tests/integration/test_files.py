@@ -62,7 +62,7 @@ class Box:
 
     @property
     def owner(self) -> Any:
-        return self.transport._owner
+        return self.transport.owner
 
     def connection(self) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("corral", timeout=120)
