@@ -16,7 +16,7 @@ from typing import IO, Any, Unpack
 
 from corral.client import endpoint
 from corral.client.aio import Loop
-from corral.client.calls import Calls, encoded_size
+from corral.client.calls import Calls
 from corral.client.files import Content, FileCalls, Path, Progress, source_of
 from corral.client.line import Event, Json, Line
 from corral.client.transport import quote
@@ -115,8 +115,9 @@ class AsyncRuns:
 class AsyncExec:
     """A program that was started in a sandbox. It goes on whatever happens to this object.
 
-    Input: `write` follows what was written before, `stdin_offset` counts it. A handle from `sb.execs.get` does not know the count
-    (None) until it is set; without it, input that was cut off is an error instead of being sent again.
+    Input: `write` follows what was written before (after `stdin=` of the start), `stdin_offset` counts it. A handle from
+    `sb.execs.get` does not know the count (None) until it is set; without it, input that was cut off is an error instead of being
+    sent again.
     """
 
     def __init__(self, calls: Calls, document: Json, stdin_offset: int | None) -> None:
@@ -157,12 +158,17 @@ class AsyncExec:
         """started, stdout, stderr, gap, ended (`doc["result"]`), from a cursor on; resumed over broken connections."""
         return self._calls.line.stream(f"{self._at}/stream", {"cursor": cursor})
 
-    async def write(self, data: bytes | str, *, eof: bool = False) -> None:
-        """More input; returns when the program's side has taken it. After an error `stdin_offset` says how much was accepted."""
+    async def write(self, data: bytes | str, *, eof: bool = False) -> bool:
+        """More input; returns when the program's side has taken it, False when the program reads no more.
+
+        After an error `stdin_offset` says how much was accepted: write the rest.
+        """
         raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
-        start = self.stdin_offset
-        async for accepted in self._calls.write(self.id, raw, eof, start):
+        start, on = self.stdin_offset, True
+        async for accepted, reads in self._calls.write(self.id, raw, eof, start):
+            on = reads
             self.stdin_offset = None if start is None else start + accepted
+        return on
 
     async def close_stdin(self) -> None:
         """End of file for the program."""
@@ -344,7 +350,7 @@ class AsyncSandbox:
     ) -> AsyncExec:
         """Start it and go on. `stdin_open`: more input follows by `write`, until `close_stdin`."""
         document = encoded({"argv": argv, **request, "stdin_open": stdin_open})
-        return AsyncExec(self._calls, (await self._calls.start(f"{self._at}/execs", document)), encoded_size(document))
+        return AsyncExec(self._calls, (await self._calls.start(f"{self._at}/execs", document)), 0)
 
     async def delete(self) -> None:
         """End it; returns when it is terminated. Repeated: nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from corral.client.line import Event, Json, Line, Params, new_key
@@ -102,8 +102,10 @@ class Calls:
                 await self.line.effects.finish(self._end(path, at, document, key, known), LAST_WORD_S)
 
     # -- an exec's input ---------------------------------------------------------------------------------------------------------
-    async def write(self, exec_id: str, data: bytes, eof: bool, offset: int | None) -> AsyncGenerator[int, None]:
-        """Hand `data` over in blocks; yields how many bytes have been accepted so far.
+    async def write(
+        self, exec_id: str, data: bytes, eof: bool, offset: int | None
+    ) -> AsyncGenerator[tuple[int, bool], None]:
+        """Hand `data` over in blocks; yields how many bytes have been accepted so far, and whether the program reads on.
 
         With `offset` (of the first byte in the whole input) a block that was cut off is sent again: what has arrived is not
         doubled. Without it a block that was cut off is an error.
@@ -116,10 +118,11 @@ class Calls:
             params: dict[str, Any] = {"eof": True if eof and last else None}
             if offset is not None:
                 params["offset"] = offset + at
-            await self.line.request("POST", path, None, params, raw=block, once=offset is None)
+            answer = await self.line.request("POST", path, None, params, raw=block, once=offset is None)
             at += len(block)
-            yield at
-            if last:
+            reads = bool(answer.get("open", True))
+            yield at, reads
+            if last or not reads:
                 return
 
     async def signal(self, exec_id: str, signal: str | int) -> None:
@@ -176,12 +179,3 @@ class Calls:
 def viewed(view: int | None) -> dict[str, Any]:
     """Parameters that ask for the agent view in `view` characters."""
     return {} if view is None else {"view": "agent", "chars": view}
-
-
-def encoded_size(document: Mapping[str, Any]) -> int:
-    """How many bytes of input a request brings itself: later input follows them."""
-    import base64
-
-    if (given := document.get("stdin_base64")) is not None:
-        return len(base64.b64decode(given))
-    return len(str(document.get("stdin") or "").encode("utf-8", "surrogateescape"))

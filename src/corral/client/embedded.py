@@ -52,9 +52,9 @@ class StateDirectory:
         return self._patience_s
 
     @property
-    def is_owner(self) -> bool:
-        """True while this process owns the state directory."""
-        return self._owner is not None
+    def owner(self) -> Owner | None:
+        """The service in this process, while it owns the state directory."""
+        return self._owner
 
     async def current(self) -> Single:
         if self._pid != os.getpid():
@@ -160,7 +160,12 @@ class EmbeddedTransport(LineTransport):
     @property
     def is_owner(self) -> bool:
         """True while this process owns the state directory."""
-        return self._state.is_owner
+        return self._state.owner is not None
+
+    @property
+    def owner(self) -> Owner | None:
+        """The service in this process, while it owns the state directory."""
+        return self._state.owner
 
 
 def open_embedded(state_dir: str | None = None, progress: Progress | None = None) -> EmbeddedTransport:

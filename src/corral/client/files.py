@@ -69,14 +69,14 @@ class FileCalls:
                 return found
 
     async def move(self, src: Path, dst: Path, overwrite: bool) -> FileInfo:
-        body = {**self._named(src, "from"), **self._named(dst, "to"), "overwrite": overwrite}
-        return FileInfo.of(await self.line.request("POST", f"{self._at}/move", body, self._as(), once=True))
+        body = {**self._named(src, "from"), **self._named(dst, "to"), "overwrite": overwrite, **self._as()}
+        return FileInfo.of(await self.line.request("POST", f"{self._at}/move", body, once=True))
 
     async def mkdir(self, path: Path, parents: bool, mode: int | None) -> FileInfo:
-        body: Json = {**self._named(path, "path"), "parents": parents}
+        body: Json = {**self._named(path, "path"), "parents": parents, **self._as()}
         if mode is not None:
             body["mode"] = f"{mode:04o}"
-        return FileInfo.of(await self.line.request("POST", f"{self._at}/mkdir", body, self._as()))
+        return FileInfo.of(await self.line.request("POST", f"{self._at}/mkdir", body))
 
     async def delete(self, path: Path, recursive: bool) -> None:
         params = {**self._where(path), "recursive": recursive or None}
@@ -154,8 +154,8 @@ class FileCalls:
         params = {
             **self._where(path),
             "mode": None if mode is None else f"{mode:04o}",
-            "parents": parents or None,
-            "overwrite": None if overwrite else False,
+            "parents": parents,
+            "overwrite": overwrite,
         }
         again = source.again and overwrite
         opened = lambda: _counted(source, progress)  # noqa: E731

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import IO, Any, Unpack
 
 from corral.client import endpoint
-from corral.client.calls import Calls, encoded_size
+from corral.client.calls import Calls
 from corral.client.effects import Blocking, drive, iterate
 from corral.client.files import Content, FileCalls, Path, Progress, source_of
 from corral.client.line import Event, Json, Line
@@ -114,8 +114,9 @@ class Runs:
 class Exec:
     """A program that was started in a sandbox. It goes on whatever happens to this object.
 
-    Input: `write` follows what was written before, `stdin_offset` counts it. A handle from `sb.execs.get` does not know the count
-    (None) until it is set; without it, input that was cut off is an error instead of being sent again.
+    Input: `write` follows what was written before (after `stdin=` of the start), `stdin_offset` counts it. A handle from
+    `sb.execs.get` does not know the count (None) until it is set; without it, input that was cut off is an error instead of being
+    sent again.
     """
 
     def __init__(self, calls: Calls, document: Json, stdin_offset: int | None) -> None:
@@ -156,12 +157,17 @@ class Exec:
         """started, stdout, stderr, gap, ended (`doc["result"]`), from a cursor on; resumed over broken connections."""
         return iterate(self._calls.line.stream(f"{self._at}/stream", {"cursor": cursor}))
 
-    def write(self, data: bytes | str, *, eof: bool = False) -> None:
-        """More input; returns when the program's side has taken it. After an error `stdin_offset` says how much was accepted."""
+    def write(self, data: bytes | str, *, eof: bool = False) -> bool:
+        """More input; returns when the program's side has taken it, False when the program reads no more.
+
+        After an error `stdin_offset` says how much was accepted: write the rest.
+        """
         raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
-        start = self.stdin_offset
-        for accepted in iterate(self._calls.write(self.id, raw, eof, start)):
+        start, on = self.stdin_offset, True
+        for accepted, reads in iterate(self._calls.write(self.id, raw, eof, start)):
+            on = reads
             self.stdin_offset = None if start is None else start + accepted
+        return on
 
     def close_stdin(self) -> None:
         """End of file for the program."""
@@ -337,7 +343,7 @@ class Sandbox:
     ) -> Exec:
         """Start it and go on. `stdin_open`: more input follows by `write`, until `close_stdin`."""
         document = encoded({"argv": argv, **request, "stdin_open": stdin_open})
-        return Exec(self._calls, drive(self._calls.start(f"{self._at}/execs", document)), encoded_size(document))
+        return Exec(self._calls, drive(self._calls.start(f"{self._at}/execs", document)), 0)
 
     def delete(self) -> None:
         """End it; returns when it is terminated. Repeated: nothing."""

@@ -211,7 +211,7 @@ def encoded(request: Mapping[str, Any]) -> Json:
 
 
 def _content(data: bytes | str) -> Json:
-    return {"content": data} if isinstance(data, str) else {"content_base64": _base64(data)}
+    return {"content": data} if isinstance(data, str) else {"base64": _base64(data)}
 
 
 def _base64(data: bytes) -> str:
