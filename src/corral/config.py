@@ -18,6 +18,9 @@ from corral.errors import CorralError
 
 Json = dict[str, Any]
 
+MAX_STATE_DIR = 480
+"""Bytes of the state directory's path: SQLite takes 511 for the longest name that it makes below it."""
+
 DELAYS: dict[str, float] = {
     "client_gone_s": 5.0,
     "drain_s": 5.0,
@@ -75,6 +78,13 @@ def load(state_dir: str | None = None, environ: Mapping[str, str] | None = None)
     state = os.path.abspath(state_dir) if state_dir else default_state_dir(env)
     if "\0" in state:
         raise CorralError("invalid_value", "the state directory's path holds a NUL byte", field="CORRAL_STATE_DIR")
+    if (length := len(os.fsencode(state))) > MAX_STATE_DIR:
+        raise CorralError(
+            "invalid_value",
+            f"the state directory's path has {length} bytes; at most {MAX_STATE_DIR} are allowed",
+            field="CORRAL_STATE_DIR",
+            hint="set CORRAL_STATE_DIR to a shorter path",
+        )
     settings = _toml(os.path.join(state, "config.toml"))
     delays = dict(DELAYS)
     for name, value in settings.get("delays", {}).items():
