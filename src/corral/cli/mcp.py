@@ -6,7 +6,8 @@ import asyncio
 import ipaddress
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,11 @@ def command(
 
     wishes = Wishes(request, idle, max_sessions)
     server = make_server(connect, wishes)
-    asyncio.run(_until_signal(_http(server, wishes, listening) if http else _stdio(server)))
+
+    async def serve(stop: asyncio.Event) -> None:
+        await (_http(server, stop, wishes, listening) if http else _stdio(server, stop))
+
+    asyncio.run(_until_signal(serve))
 
 
 def _check(request: words.Json, idle: float, max_sessions: int) -> None:
@@ -97,36 +102,41 @@ def _check(request: words.Json, idle: float, max_sessions: int) -> None:
             raise CorralError("invalid_value", f"{name} {value} is not a number from {least} on", field=name)
 
 
-async def _stdio(server: CorralMCP) -> None:
-    from corral.mcp import stdio
-
-    await stdio.serve(server)
-
-
-async def _until_signal(serving: Coroutine[Any, Any, None]) -> None:
-    """The first signal ends the server in order, with its sandboxes; the second one ends the process."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.create_task(serving)
-    seen: list[int] = []
+async def _until_signal(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Serve, with an event that the first signal sets; the second one ends the process."""
+    stop = asyncio.Event()
 
     def arrived(number: int) -> None:
-        if seen:
+        if stop.is_set():
             leaving.leave(number)
-        seen.append(number)
-        task.cancel()
+        stop.set()
 
+    loop = asyncio.get_running_loop()
     for number in leaving.SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, arrived, number)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not seen:
-            raise
+    await serve(stop)
 
 
-async def _http(server: CorralMCP, wishes: Wishes, listening: Listening) -> None:
-    from corral.api.server import Tls, make_server
+async def _stdio(server: CorralMCP, stop: asyncio.Event) -> None:
+    import anyio
+
+    from corral.mcp import stdio
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        await stop.wait()
+        scope.cancel()  # ends the session in order: what must be done then is shielded
+
+    with anyio.CancelScope() as scope:
+        watching = asyncio.create_task(watch(scope))
+        try:
+            await stdio.serve(server)
+        finally:
+            watching.cancel()
+
+
+async def _http(server: CorralMCP, stop: asyncio.Event, wishes: Wishes, listening: Listening) -> None:
+    from corral.api.server import Tls
     from corral.cli import serve
     from corral.mcp.http import PATH, application
 
@@ -140,15 +150,34 @@ async def _http(server: CorralMCP, wishes: Wishes, listening: Listening) -> None
         accepts, told = _key(listening, listener.getsockname()[0])
         hosts = [*_own_names(listener), *listening.allow_host]
         async with application(server, wishes, accepts=accepts, hosts=hosts, origins=listening.allow_origin) as app:
-            web = make_server(app, tls)
+            web = _web(app, tls)
+
+            async def watch() -> None:
+                await stop.wait()
+                web.should_exit = True
+
+            watching = asyncio.create_task(watch())
             terminal.put(f"corral: listening on {serve.url_of(listener, tls is not None)}{PATH}\n{told}")
-            await _serve(web.serve, listener)
+            try:
+                await web.serve(sockets=[listener])
+            finally:
+                watching.cancel()
     finally:
         listener.close()
 
 
-async def _serve(serve: Callable[..., Awaitable[None]], listener: Any) -> None:
-    await serve(sockets=[listener])
+def _web(app: Any, tls: Any) -> Any:
+    """A server that leaves the signals to us: uvicorn would raise them once more at its end."""
+    import uvicorn
+
+    from corral.api.server import make_server
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Server(make_server(app, tls).config)
 
 
 def _key(listening: Listening, address: str) -> tuple[Callable[[str], bool] | None, str]:
