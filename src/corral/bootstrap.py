@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import os
 import socket
 import sys
@@ -43,6 +44,26 @@ def start_owner(settings: config.Config, progress: Progress | None = None, log: 
     return Owner(settings, progress, log or _log)
 
 
+_open: set[Owner] = set()
+"""Running services that nobody has closed yet."""
+
+
+@functools.cache
+def _close_at_the_end() -> None:
+    """Have what is left open closed when the main thread ends, while its worker threads still take work.
+
+    `atexit` is too late for that: executors refuse by then. The hook of threads calls the newest first, so theirs comes before ours.
+    """
+    import concurrent.futures.thread  # noqa: F401
+
+    def close() -> None:
+        for owner in list(_open):
+            if owner._pid == os.getpid():  # a child of a fork has the object, not its threads
+                owner.close()
+
+    getattr(threading, "_register_atexit", atexit.register)(close)
+
+
 class Owner:
     """A running service in this process, and the transport of this process's own calls."""
 
@@ -67,7 +88,9 @@ class Owner:
         except BaseException:
             self.close()
             raise
-        atexit.register(self.close)
+        self._pid = os.getpid()
+        _open.add(self)
+        _close_at_the_end()
 
     # -- life ------------------------------------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -127,7 +150,7 @@ class Owner:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        _open.discard(self)
         try:
             self._call(self._stop(), timeout=self._settings.delays["drain_s"] + 10.0)
         except (TimeoutError, CorralError, RuntimeError) as error:

@@ -382,6 +382,21 @@ async def test_the_async_sdk_is_the_same(state: Path) -> None:
         await box.delete()
 
 
+LEFT_OPEN = {
+    "run": "c.run(code='echo 1', language='bash')",
+    "stream": "s = c.sandboxes.create(); i = iter(s.exec_stream(['sleep', '1000'])); next(i)",
+    "failure": "c.run(code='echo 1', language='bash'); raise SystemExit('wrong')",
+}
+
+
+@pytest.mark.parametrize("left", LEFT_OPEN)
+def test_a_program_that_ends_without_close_ends_cleanly(bubblewrap: Path, left: str) -> None:
+    script = f"from corral.client import Corral\nc = Corral()\n{LEFT_OPEN[left]}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    told = "wrong\n" if left == "failure" else ""
+    assert (done.returncode, done.stdout, done.stderr) == (1 if told else 0, "", told)
+
+
 def test_a_url_is_checked() -> None:
     for url in ("ftp://x", "nonsense", "http://", "http://x:99999"):
         with pytest.raises(CorralError) as caught:

@@ -139,7 +139,7 @@ class _Ahead(Generic[T]):
         """All that is there, at least one; empty at the end."""
         if self._pump is None:
             self._pump = asyncio.ensure_future(self._read())
-            self._pump.add_done_callback(lambda _: self._news.set())
+            self._pump.add_done_callback(self._ended)
         while not self._items:
             if self._pump.done():
                 await self._pump
@@ -149,6 +149,11 @@ class _Ahead(Generic[T]):
         items, self._items, self._bytes = self._items, [], 0
         self._room.set()
         return items
+
+    def _ended(self, pump: asyncio.Task[None]) -> None:
+        self._news.set()
+        if not pump.cancelled():
+            pump.exception()  # `take` raises it; a reader who never comes back missed nothing
 
     async def _read(self) -> None:
         try:
