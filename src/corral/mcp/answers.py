@@ -35,7 +35,9 @@ NO_OUTCOME = GONE | {"infra_error", "policy_denied", "missing_tool", "dependency
 MOST_FILES = 50
 
 NEXT = {
-    "not_found": "check the name",
+    "not_found": "check the name; file_list shows what is there",
+    "permission_denied": "write below /workspace, /tmp or the home directory: nothing else can be changed",
+    "not_a_file": "it is a pipe, a socket or a device: use command_run",
     "sandbox_lost": "call again: a new sandbox is made, and its files start empty",
     "sandbox_deleted": "call again: a new sandbox is made, and its files start empty",
     "lease_lost": "call again: a new sandbox is made, and its files start empty",
@@ -160,7 +162,7 @@ def text_file(sandbox_id: str, note: str | None, entry: Json, part: Part) -> Cal
         sandbox_id=sandbox_id,
         note=note,
         path=entry["path"],
-        size=int(entry["size"]),
+        size=part.seen if part.total is not None else int(entry["size"]),
         encoding="text",
         mime_type="text/plain",
         text=part.text,

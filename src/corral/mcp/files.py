@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from corral.client.transport import Json, quote
 from corral.errors import CorralError
@@ -25,12 +25,14 @@ IMAGES = {
 
 @dataclass(frozen=True)
 class Part:
-    """Some lines of a text. `last` is the last one shown, in part if `cut`; `total` None: the text was not read to its end."""
+    """Some lines of a text. `last` is the last one shown, in part if `cut`; `total` None: the text was not read
+    to its end, only its first `seen` bytes."""
 
     text: str
     first: int
     last: int
     total: int | None
+    seen: int
     cut: bool = False
     more: bool = False
 
@@ -81,7 +83,7 @@ def lines_of(chunks: Iterable[bytes], first: int, last: int | None, most: int, s
             break
     total = line if inside else line - 1
     unseen = not whole and (last is None or line <= last)
-    return Part("".join(shown), first, reached, total if whole else None, cut, more or unseen)
+    return Part("".join(shown), first, reached, total if whole else None, seen, cut, more or unseen)
 
 
 def _decoded(chunks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
@@ -112,32 +114,23 @@ class Files:
             return False
         return True
 
-    async def read(self, where: Json, most: int) -> bytes:
-        """The first `most` bytes."""
-
-        def first(chunks: Iterator[bytes]) -> bytes:
-            data = bytearray()
-            for chunk in chunks:
-                data += chunk
-                if len(data) >= most:
-                    break
-            return bytes(data[:most])
-
-        data: bytes = await self._streamed(where, first)
-        return data
-
-    async def lines(self, where: Json, first: int, last: int | None, most: int) -> Part:
-        """See `lines_of`."""
-        part: Part = await self._streamed(where, lambda chunks: lines_of(chunks, first, last, most))
-        return part
-
-    async def _streamed(self, where: Json, use: Any) -> Any:
+    async def read(
+        self, where: Json, text: bool | None, first: int, last: int | None, most: int
+    ) -> Part | tuple[bytes, bool]:
+        """The lines of a text (see `lines_of`), or (the first `BINARY_CAP` bytes, is that all). `text` None: as it looks."""
         transport = await self._backend.transport()
 
-        def work() -> Any:
+        def work() -> Part | tuple[bytes, bool]:
             chunks = transport.download(self._base, where)
             try:
-                return use(chunks)
+                head = bytearray()
+                while len(head) < SNIFF and (chunk := next(chunks, None)) is not None:
+                    head += chunk
+                if text if text is not None else is_text(bytes(head[:SNIFF]), len(head) <= SNIFF):
+                    return lines_of(itertools.chain([bytes(head)], chunks), first, last, most)
+                while len(head) <= BINARY_CAP and (chunk := next(chunks, None)) is not None:
+                    head += chunk
+                return bytes(head[:BINARY_CAP]), len(head) <= BINARY_CAP
             finally:
                 close = getattr(chunks, "close", None)
                 if close is not None:

@@ -11,7 +11,7 @@ from corral.client.transport import Json
 from corral.errors import CorralError
 from corral.mcp import answers
 from corral.mcp.calls import Call, CallContext, perform
-from corral.mcp.files import BINARY_CAP, SNIFF, Files, is_text
+from corral.mcp.files import BINARY_CAP, Files, Part
 from corral.mcp.models import CommandAnswer, FileContent, FileList, FileWritten, SandboxAnswer
 from corral.mcp.sessions import Sessions
 
@@ -175,19 +175,17 @@ def _add_file_tools(server: MCPServer[Sessions]) -> None:
                 entry = await files.stat(where)
                 if entry["type"] == "dir":
                     raise CorralError("is_a_directory", f"{entry['path']} is a directory", hint="use file_list")
-                size = int(entry["size"])
-                head = await files.read(where, SNIFF)
-                as_text = encoding == "text" or (encoding == "auto" and is_text(head, size <= len(head)))
-                if as_text:
-                    part = await files.lines(where, start_line, end_line, max_chars)
-                    return answers.text_file(sandbox["id"], call.session.take_news(), entry, part)
-                if size > BINARY_CAP:
-                    raise CorralError(
-                        "too_large",
-                        f"{entry['path']} is binary and has {size} bytes; at most {BINARY_CAP} are answered",
-                        hint="look at a part of it with command_run (file, head -c, xxd), or read it with encoding text",
-                    )
-                data = head if size <= len(head) else await files.read(where, BINARY_CAP)
+                as_text = None if encoding == "auto" else encoding == "text"
+                read = await files.read(where, as_text, start_line, end_line, max_chars)
+            if isinstance(read, Part):
+                return answers.text_file(sandbox["id"], call.session.take_news(), entry, read)
+            data, whole = read
+            if not whole:
+                raise CorralError(
+                    "too_large",
+                    f"{entry['path']} is binary and has {entry['size']} bytes; at most {BINARY_CAP} are answered",
+                    hint="look at a part of it with command_run (file, head -c, xxd), or read it with encoding text",
+                )
             return answers.binary_file(sandbox["id"], call.session.take_news(), entry, data, encoding == "auto")
 
         return await perform(ctx, act)
@@ -228,7 +226,7 @@ def _add_file_tools(server: MCPServer[Sessions]) -> None:
         path: Path = "/workspace",
         recursive: bool = False,
         limit: Annotated[int, Field(ge=1, le=1000, description="The most entries in the answer.")] = 200,
-        after: Annotated[str, Field(description="Go on after this path: next of an earlier answer.")] = "",
+        after: Annotated[str, Field(description="Go on: next of an earlier answer.")] = "",
     ) -> Annotated[CallToolResult, FileList]:
         async def act(call: Call) -> CallToolResult:
             async with call.inside() as sandbox:
