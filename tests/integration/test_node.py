@@ -375,6 +375,9 @@ async def test_tar_streams_go_in_and_come_out_the_same(host: Host) -> None:
     with pytest.raises(CorralError) as caught:
         [piece async for piece in host.node.get_tar(ins, "nothing")]
     assert caught.value.code == "not_found"
+    with pytest.raises(CorralError) as caught:
+        [piece async for piece in host.node.get_tar(ins, "/dev/null")]
+    assert caught.value.code == "not_a_file"
 
 
 BAD: list[tuple[str, list[tuple[tarfile.TarInfo, bytes]], str]] = [

@@ -80,10 +80,28 @@ def corral(ctx: click.Context) -> None:
     ctx.obj = ctx.with_resource(Interrupts().installed())
 
 
-def _usage(error: click.UsageError) -> CorralError:
-    path = error.ctx.command_path if error.ctx else "corral"
-    field = error.param.opts[0] if isinstance(error, click.BadParameter) and error.param else None
+def _usage(error: click.UsageError, arguments: Sequence[str]) -> CorralError:
+    path = error.ctx.command_path if error.ctx else _path_of(arguments)
+    param = error.param if isinstance(error, click.BadParameter) else None
+    field = None
+    if param is not None:
+        field = param.human_readable_name if isinstance(param, click.Argument) else param.opts[0]
     return CorralError("usage", error.format_message(), hint=f"see {path} --help", field=field)
+
+
+def _path_of(arguments: Sequence[str]) -> str:
+    """The command that the words name, as far as they name one; for what the parser raises without saying where."""
+    path = ["corral"]
+    command: click.Group = corral
+    for word in arguments:
+        found = command.get_command(click.Context(command), word)
+        if found is None:
+            break
+        path.append(word)
+        if not isinstance(found, click.Group):
+            break
+        command = found
+    return " ".join(path)
 
 
 def _refuse(error: CorralError) -> int:
@@ -110,7 +128,7 @@ def call(arguments: Sequence[str]) -> int:
             terminal.write(2, f"{error.format_message()}\n".encode())
             return told.exit_status
         except click.UsageError as error:
-            return _refuse(_usage(error))
+            return _refuse(_usage(error, arguments))
         except click.ClickException as error:
             return _refuse(CorralError("usage", error.format_message(), hint="see corral --help"))
         except KeyboardInterrupt as stopped:

@@ -35,6 +35,8 @@ def code_of(name: str) -> str:
         with open(descriptor, "rb") as file:
             return file.read(MAX_BODY + 1).decode("utf-8", "surrogateescape")
     except (OSError, ValueError) as error:
+        if isinstance(error, IsADirectoryError):
+            hint = f"name the file to run; --file {name} sends the directory along"
         raise CorralError("usage", f"cannot read {name!r}: {why(error)}", field="FILE", hint=hint) from error
 
 

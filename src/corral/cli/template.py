@@ -18,9 +18,9 @@ def command() -> None:
 def ls(as_json: bool) -> None:
     """List templates and whether they can be had here."""
     with opened() as transport:
-        answer = transport.request("GET", "/v1/templates")
+        items = transport.request("GET", "/v1/doctor")["templates"]
     if as_json:
-        terminal.put_json({"items": answer["items"], "next": None})
+        terminal.put_json({"items": items, "next": None})
     else:
-        rows = [item | {"languages": " ".join(item.get("languages") or [])} for item in answer["items"]]
+        rows = [item | {"languages": " ".join(item.get("languages") or [])} for item in items]
         terminal.table(rows, ("name", "available", "digest", "languages", "reason"), empty="no templates")

@@ -21,10 +21,13 @@ Json = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 AGENT_VIEW_CHARS = 8000
+_AGENT_VIEW_RANGE = range(200, 1_000_001)
 
 RESOURCES = ("timeout", "memory", "cpu", "pids", "disk", "tmp", "output_limit", "output_kill")
 _EXAMPLES = {"timeout": "60", "ttl": "3600", "cpu": "0.5", "pids": "128"}
 _NUMBERS = tuple(_EXAMPLES)
+_TAKES_ANYTHING = ("-c", "--shell")
+"""Options whose value may look like an option."""
 PLACES = ("runtime", "template", "isolation", "network", "session")
 
 _HELP = {
@@ -39,8 +42,8 @@ _HELP = {
     "runtime": "bubblewrap, crun, runc or runsc.",
     "template": "host, busybox or polyglot.",
     "isolation": "standard or strong.",
-    "network": "Named network profile; none without it.",
-    "session": "Session whose sandbox and workspace are used.",
+    "network": "Named network profile; this version has only none, the default.",
+    "session": "Session whose sandbox and workspace are used (not in this version).",
 }
 
 
@@ -84,7 +87,11 @@ def sandbox_options(function: F) -> F:
     names = ("memory", "cpu", "pids", "disk", "tmp", *PLACES)
     more = (
         click.option(
-            "--dep", "dep", multiple=True, metavar="NAME", help="Dependency to have, such as python:requests."
+            "--dep",
+            "dep",
+            multiple=True,
+            metavar="NAME",
+            help="Dependency, such as python:requests (not in this version).",
         ),
         click.option(
             "--file", "file", multiple=True, metavar="SRC[:DEST]", help="File or directory to put under /workspace."
@@ -126,11 +133,11 @@ class PassThrough(click.Command):
     leading = 0
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        options, words, separator, rest = self.split(list(args))
+        options, words, separator, rest = self.split(ctx, list(args))
         ctx.meta["separator"] = separator
         return super().parse_args(ctx, [*options, "--", *words, *rest])
 
-    def split(self, args: list[str]) -> tuple[list[str], list[str], bool, list[str]]:
+    def split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str], bool, list[str]]:
         """(options with their values, leading words, was there `--`, the program's words)."""
         takes_value = {
             name: not option.is_flag
@@ -150,8 +157,9 @@ class PassThrough(click.Command):
             elif word.startswith("-") and word != "-":
                 options.append(word)
                 if takes_value.get(word, False):
-                    if not args:
-                        raise click.BadOptionUsage(word, f"Option {word!r} requires an argument.")
+                    if not args or (args[0] in takes_value and word not in _TAKES_ANYTHING):
+                        found = f", not the option {args[0]!r}" if args else ""
+                        raise click.BadOptionUsage(word, f"Option {word!r} requires an argument{found}.", ctx)
                     options.append(args.pop(0))
             elif len(words) < self.leading:
                 words.append(word)
@@ -275,7 +283,7 @@ def view(chars: str | None) -> Json:
     """Query parameters for the output: all of it, and with `chars` as a model should read it."""
     if chars is None:
         return {}
-    if not (chars.isascii() and chars.isdigit() and len(chars) < 10):
-        detail = f"--agent-view {shown(chars)} is not a number of characters"
+    if not (chars.isascii() and chars.isdigit() and len(chars) < 10 and int(chars) in _AGENT_VIEW_RANGE):
+        detail = f"--agent-view {shown(chars)} is not a number of characters from 200 to 1000000"
         raise CorralError("usage", detail, field="--agent-view", hint=f"for example --agent-view {AGENT_VIEW_CHARS}")
     return {"view": "agent", "chars": int(chars)}

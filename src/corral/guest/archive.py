@@ -186,9 +186,11 @@ def pack(path: str) -> None:
     target = raw(path)
     name = os.path.basename(target.rstrip(b"/")) or b"."
     try:
-        os.lstat(target)
+        kind = stat.S_IFMT(os.lstat(target).st_mode)
     except OSError as error:
         raise Refused("not_found", f"{path!r}: {error.strerror}", path) from None
+    if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+        raise Refused("not_a_file", f"{path!r} is no file, directory or link", path)
     # The GNU format keeps names of any bytes as they are.
     with tarfile.open(
         fileobj=sys.stdout.buffer,

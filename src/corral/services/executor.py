@@ -127,7 +127,7 @@ class Executor:
         """The run; a foreign or unknown id is `not_found`."""
         run = await self._core.store.get_run(run_id, caller.tenant_id)
         if run is None:
-            raise CorralError("not_found", f"there is no run {run_id[:64]}")
+            raise CorralError("not_found", f"there is no run {run_id[:64]}", hint="corral runs lists them")
         return run
 
     async def wait(self, caller: Caller, run_id: str, seconds: float, known: RunRecord | None = None) -> RunRecord:

@@ -120,7 +120,9 @@ class Lifecycle:
         """The sandbox; `not_found` for an unknown id or a foreign tenant's."""
         view = await self._core.store.get_sandbox(sandbox_id, tenant_id)
         if view is None:
-            raise CorralError("not_found", f"there is no sandbox {sandbox_id[:64]}")
+            raise CorralError(
+                "not_found", f"there is no sandbox {sandbox_id[:64]}", hint="corral sandbox ls --all lists them"
+            )
         self._see(view)
         return view
 

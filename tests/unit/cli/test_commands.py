@@ -361,3 +361,35 @@ def test_cancel_of_what_has_ended_is_no_error(corral: Call, transport: FakeTrans
     said = corral("cancel", RUN)
     assert (said.status, said.out, said.err) == (0, b"", "")
     assert transport.calls[0][:2] == ("POST", f"/v1/runs/{RUN}/cancel")
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "field"),
+    [
+        (["logs", RUN, "--stream"], "corral logs", None),
+        (["run", "-c"], "corral run", None),
+        (["run", "--timeout", "-c", "print(1)"], "corral run", None),
+        (["sandbox", "rm"], "corral sandbox rm", "ID..."),
+        (["exec"], "corral exec", "ID"),
+        (["runs", "show"], "corral runs show", "ID"),
+        (["sandbox", "create", "--memory"], "corral sandbox create", None),
+    ],
+)
+def test_wrong_usage_names_the_words_as_they_are_written_and_the_help_to_read(
+    corral: Call, transport: FakeTransport, words: list[str], path: str, field: str | None
+) -> None:
+    error = corral(*words, "--json").json["error"] if words[-1] not in ("--stream", "-c", "--memory") else None
+    said = corral(*words)
+    assert said.status == 2 and f"(see {path} --help)" in said.err and "argument" in said.err
+    if error is not None:
+        assert error.get("field") == field
+    assert transport.calls == []
+
+
+def test_templates_are_listed(corral: Call, transport: FakeTransport) -> None:
+    transport.document = lambda method, path: {"templates": [{"name": "host", "languages": ["c", "python"]}]}
+    assert corral("template", "ls", "--json").json == {
+        "items": [{"name": "host", "languages": ["c", "python"]}],
+        "next": None,
+    }
+    assert b"c python" in corral("template", "ls").out

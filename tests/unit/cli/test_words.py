@@ -227,6 +227,9 @@ BAD = [
     (["run", "--file", "/dev/null", "--", "x"], "usage", 2),
     (["run", "--stdin", "/no/such", "--", "x"], "usage", 2),
     (["run", "--agent-view=many", "--", "x"], "usage", 2),
+    (["run", "--agent-view=199", "--", "x"], "usage", 2),
+    (["run", "--agent-view", "1000001", "--", "x"], "usage", 2),
+    (["run", "--outputs", "--keep", "--", "x"], "usage", 2),
     (["run", "--timeout", "soon", "--", "x"], "invalid_value", 125),
     (["run", "--timeout", "-1", "--", "x"], "invalid_value", 125),
     (["run", "--timeout", "nan", "--", "x"], "invalid_value", 125),
@@ -287,3 +290,12 @@ def test_input_over_the_body_limit_is_refused_before_it_is_sent(
         assert said.status == 125
         assert "corral: too_large: " in said.err and "corral cp" in said.err
     assert not transport.calls
+
+
+def test_code_may_look_like_an_option(request_of: Any) -> None:
+    assert request_of("run", "-c", "--json")["code"] == "--json"
+
+
+def test_a_directory_as_file_is_told_how_to_go_along(corral: Call, tmp_path: Path) -> None:
+    said = corral("run", str(tmp_path))
+    assert said.status == 2 and f"--file {tmp_path} sends the directory along" in said.err
