@@ -32,6 +32,17 @@ STREAMED = ("PUT",)
 """Methods whose handler reads the body itself, block by block."""
 
 
+MAX_TARGET = 16 * 1024
+"""Bytes of path and query together."""
+MAX_HEADERS = 64 * 1024
+BODY_PAUSE_S = 30.0
+"""How long a client may pause while it sends a body, before it is taken for gone or for one who only holds the line."""
+BODY_S = 300.0
+"""How long a body that is read as a whole may take."""
+BODIES = 256 * 1024 * 1024
+"""Bytes of bodies that are held in memory at once, over all calls."""
+
+
 class Application:
     """`await application(scope, receive, send)`. With `key`, all but the health checks need `Authorization: Bearer KEY`."""
 
@@ -40,51 +51,128 @@ class Application:
         self._key = key
         self.calls: set[asyncio.Task[Any]] = set()
         """Those that are under way."""
+        self.transfers: dict[asyncio.Task[Any], int] = {}
+        """Those of them that carry bytes which no client can ask for again from the middle; -> blocks so far."""
+        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One HTTP call; anything else is refused."""
-        if scope["type"] != "http":
+        """One HTTP call or one WebSocket."""
+        if scope["type"] not in ("http", "websocket"):
             raise RuntimeError(f"not served: {scope['type']}")
         task = asyncio.current_task()
         assert task is not None
         self.calls.add(task)
         try:
-            await self._call(scope, receive, send)
+            await (self._call if scope["type"] == "http" else self._socket)(scope, receive, send)
         finally:
             self.calls.discard(task)
+            self.transfers.pop(task, None)
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = _request(scope, receive)
-        if (
-            self._key is not None
-            and request.path not in OPEN_TO_ALL
-            and not self._key.accepts(request.headers.get("authorization", ""))
-        ):
-            refusal = CorralError("unauthorized", "the key is missing or wrong", hint="set CORRAL_KEY")
-            await _answer(_problem(refusal), receive, send)
+        head = request.method == "HEAD"
+        refusal = self._refusal(scope, request)
+        if refusal is not None:
+            unread = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+            await _answer(_problem(refusal, close=unread), receive, send, head)
             return
         reply = await self._reply(request, receive)
-        if reply is not None:
-            await _answer(reply, receive, send)
+        if reply is None:
+            return
+        if reply.raw is not None and request.query.get("follow", "false") in ("false", "0"):
+            reply = replace(reply, raw=self._transfer(reply.raw))
+        await _answer(reply, receive, send, head)
+
+    def _transfer(self, blocks: bytes | AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The same blocks, counted; from now on the call is a transfer."""
+        task = asyncio.current_task()
+        assert task is not None and not isinstance(blocks, bytes)
+        self.transfers[task] = 0
+
+        async def counted() -> AsyncIterator[bytes]:
+            try:
+                async for block in blocks:
+                    self.transfers[task] = self.transfers.get(task, 0) + 1
+                    yield block
+            finally:
+                close = getattr(blocks, "aclose", None)
+                if close is not None:
+                    await close()
+
+        return counted()
+
+    def _refusal(self, scope: Scope, request: Request) -> CorralError | None:
+        """What can be said without looking at the body."""
+        if self._key is not None and request.path not in OPEN_TO_ALL:
+            given = request.headers.get("authorization", "")
+            if not self._key.accepts(given):
+                hint = "send Authorization: Bearer KEY; clients of Corral take it from CORRAL_KEY"
+                return CorralError("unauthorized", "the key is missing or wrong", hint=hint)
+        if len(request.path) + len(scope.get("query_string", b"")) > MAX_TARGET:
+            hint = "what is long belongs into the body"
+            return CorralError("url_too_long", f"the URL has more than {MAX_TARGET} bytes", hint=hint)
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
+            detail, hint = f"the headers have more than {MAX_HEADERS} bytes", "what is long belongs into the body"
+            return CorralError("headers_too_large", detail, hint=hint)
+        return None
+
+    async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from corral.api.websocket import serve
+
+        request = _request({**scope, "method": "GET"}, receive)
+        await serve(self._services, request, self._refusal(scope, request), receive, send)
 
     async def _reply(self, request: Request, receive: Receive) -> Reply | None:
         """The answer; None when the client went away, which ends the waiting, not the work."""
         if request.method in STREAMED:
-            return await dispatch(self._services, request)
+            reply = await dispatch(self._services, replace(request, body=self._transfer(request.body)))
+            if isinstance(request.body, _Body) and not request.body.over:  # refused in the middle
+                await _drain(receive)
+                return replace(reply, headers={**reply.headers, "Connection": "close"})
+            return reply
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if self._held + size > BODIES:
+                raise CorralError("overloaded", "too many large requests at once", hint="try again in a moment")
+            held += size
+            self._held += size
+
         try:
-            request = replace(request, body=await read_body(request.body))
-        except CorralError as error:
-            await _drain(receive)
-            return _problem(error, close=True)
-        work = asyncio.ensure_future(dispatch(self._services, request))
-        left = asyncio.ensure_future(_left(receive))
-        try:
-            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else None
+            try:
+                async with asyncio.timeout(BODY_S):
+                    request = replace(request, body=await read_body(_counted(request.body, hold)))
+            except TimeoutError:
+                return _problem(_slow(BODY_S), close=True)
+            except CorralError as error:
+                if error.code != "request_timeout":
+                    await _drain(receive)
+                return _problem(error, close=True)
+            work = asyncio.ensure_future(dispatch(self._services, request))
+            left = asyncio.ensure_future(_left(receive))
+            try:
+                await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+                return work.result() if work.done() else None
+            finally:
+                work.cancel()
+                left.cancel()
+                await asyncio.gather(work, left, return_exceptions=True)
         finally:
-            work.cancel()
-            left.cancel()
-            await asyncio.gather(work, left, return_exceptions=True)
+            self._held -= held
+
+
+async def _counted(body: bytes | AsyncIterator[bytes], hold: Callable[[int], None]) -> AsyncIterator[bytes]:
+    if isinstance(body, bytes):
+        yield body
+        return
+    async for block in body:
+        hold(len(block))
+        yield block
+
+
+def _slow(seconds: float) -> CorralError:
+    return CorralError("request_timeout", f"the body did not come within {seconds:.0f} s", hint="send it again")
 
 
 def _problem(error: CorralError, *, close: bool = False) -> Reply:
@@ -115,7 +203,7 @@ def _request(scope: Scope, receive: Receive) -> Request:
         raw.partition(b"?")[0].decode("ascii", "surrogateescape"),
         _query(scope.get("query_string", b"")),
         {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]},
-        _body(receive),
+        _Body(receive),
         caller=Caller(),
     )
 
@@ -129,36 +217,57 @@ def _query(raw: bytes) -> dict[str, str]:
     return dict(parse_qsl(text, keep_blank_values=True, encoding="utf-8", errors="surrogateescape"))
 
 
-async def _body(receive: Receive) -> AsyncIterator[bytes]:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise CorralError("bad_request", "the client went away while it sent the body")
-        if block := message.get("body", b""):
-            yield block
-        if not message.get("more_body", False):
-            return
+class _Body:
+    """The blocks of a request's body; `over` when nothing more will come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.over = False
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self.over:
+            try:
+                async with asyncio.timeout(BODY_PAUSE_S):
+                    message = await self._receive()
+            except TimeoutError as error:
+                raise _slow(BODY_PAUSE_S) from error
+            if message["type"] == "http.disconnect":
+                self.over = True
+                raise CorralError("bad_request", "the client went away while it sent the body")
+            self.over = not message.get("more_body", False)
+            if block := message.get("body", b""):
+                return bytes(block)
+        raise StopAsyncIteration
 
 
-async def _answer(reply: Reply, receive: Receive, send: Send) -> None:
-    """A `Reply` on the wire. JSON is ASCII, so that lone surrogates of foreign paths survive."""
+async def _answer(reply: Reply, receive: Receive, send: Send, head: bool) -> None:
+    """A `Reply` on the wire, without its body for HEAD. JSON is ASCII, so that lone surrogates of foreign paths survive."""
     headers = [(b"content-type", reply.media_type.encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in reply.headers.items()]
     if reply.raw is None and reply.events is None:
         body = b"" if reply.document is None else json.dumps(reply.document, separators=(",", ":")).encode()
-        headers.append((b"content-length", str(len(body)).encode()))
+        if not any(name == b"content-length" for name, _ in headers):  # an answer to HEAD says how long it would be
+            headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.body", "body": b"" if head else body})
         return
     if reply.events is not None:
         headers.append((b"cache-control", b"no-store"))
     source = reply.raw if reply.raw is not None else _wire(reply)
+    if head:
+        await _close(reply.raw if reply.raw is not None else reply.events)
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+        return
     first = b""
     if reply.raw is not None:  # so that an error before the first byte is an answer with its own status
         try:
             first = await anext(source, b"")
         except CorralError as error:
-            await _answer(_problem(error), receive, send)
+            await _answer(_problem(error), receive, send, head)
             return
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     left = asyncio.ensure_future(_left(receive))
@@ -186,9 +295,13 @@ async def _pump(source: AsyncIterator[bytes], first: bytes, send: Send) -> None:
             await send({"type": "http.response.body", "body": block, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
     finally:
-        close = getattr(source, "aclose", None)
-        if close is not None:
-            await close()
+        await _close(source)
+
+
+async def _close(source: Any) -> None:
+    close = getattr(source, "aclose", None)
+    if close is not None:
+        await close()
 
 
 async def _wire(reply: Reply) -> AsyncIterator[bytes]:
@@ -206,7 +319,8 @@ async def _wire(reply: Reply) -> AsyncIterator[bytes]:
             try:
                 event = pending.result()
             except CorralError as error:
-                yield f"event: error\ndata: {json.dumps(error.to_problem())}\n\n".encode()
+                retry = f"retry: {sse.RETRY_MS}\n" if error.retryable else ""
+                yield f"event: error\n{retry}data: {json.dumps(error.to_problem())}\n\n".encode()
                 return
             pending = None
             if event is None:
@@ -216,6 +330,4 @@ async def _wire(reply: Reply) -> AsyncIterator[bytes]:
         if pending is not None:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
-        close = getattr(source, "aclose", None)
-        if close is not None:
-            await close()
+        await _close(source)

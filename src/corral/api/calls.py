@@ -93,7 +93,8 @@ def idempotency_of(request: Request, route: str, document: Any) -> Idempotency |
     if key is None:
         return None
     if not 1 <= len(key) <= 200 or not key.isascii() or not key.isprintable():
-        raise CorralError("invalid_value", "the Idempotency-Key is not 1 to 200 printable ASCII characters")
+        detail, hint = "the Idempotency-Key is not 1 to 200 printable ASCII characters", "a UUID will do"
+        raise CorralError("invalid_value", detail, hint=hint)
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return Idempotency(request.caller.tenant_id, route, key, hashlib.sha256(canonical.encode()).hexdigest())
 
@@ -130,6 +131,14 @@ def integer_of(request: Request, name: str, default: int, low: int, high: int) -
     if not (text.isascii() and text.isdigit() and len(text) < 12 and low <= int(text) <= high):
         raise CorralError("invalid_value", f"{name} is not an integer from {low} to {high}", field=f"/{name}")
     return int(text)
+
+
+def ident_of(request: Request, name: str) -> str | None:
+    """A query parameter that is an id, or None."""
+    value = request.query.get(name)
+    if value is not None and (len(value) > 64 or not value.isascii() or not value.isprintable()):
+        raise CorralError("invalid_value", f"{name} is not an id", field=f"/{name}", hint="use next of the page before")
+    return value
 
 
 def choice_of(request: Request, name: str, choices: tuple[str, ...], default: str) -> str:

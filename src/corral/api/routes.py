@@ -6,6 +6,7 @@ A handler takes the services, the request and the parts of its pattern, and answ
 from __future__ import annotations
 
 import asyncio
+import re
 import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
@@ -19,12 +20,15 @@ from corral.api.calls import (
     document_of,
     flag_of,
     idempotency_of,
+    ident_of,
     integer_of,
     object_of,
     seconds_of,
     until_stop,
 )
 from corral.api.problems import MAX_BODY, problem, read_body
+from corral.domain.quantities import shown
+from corral.domain.result import refusal
 from corral.errors import CorralError
 from corral.services.control import Services
 from corral.services.events import StreamEvent
@@ -32,6 +36,8 @@ from corral.services.events import StreamEvent
 __all__ = ["ROUTES", "Reply", "Request", "dispatch", "match"]
 
 DEFAULT_WAIT_S = 60.0
+MAX_OFFSET = 10**11
+_IDENT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PRIME_S = 0.3
 """How long a stream that resumes is given to say that its cursor is gone, before the answer begins."""
 
@@ -55,19 +61,26 @@ async def dispatch(services: Services, request: Request) -> Reply:
 
 
 def match(method: str, path: str) -> tuple[Route, dict[str, str]]:
-    """The route for a percent-encoded path; `not_found`, or 405 as `bad_request` when only the method is wrong."""
+    """The route for a percent-encoded path; `not_found`, or `method_not_allowed` with what the path takes.
+
+    HEAD is answered as GET where it has no route of its own; the wire leaves the body out.
+    """
     segments = path.strip("/").split("/")
-    allowed: list[str] = []
+    allowed: dict[str, tuple[Route, dict[str, str]]] = {}
     for route in ROUTES:
         parts = _parts(route.pattern, segments)
         if parts is None:
             continue
         if route.method == method:
             return route, parts
-        allowed.append(route.method)
-    if allowed:
-        raise CorralError("bad_request", f"{path} does not take {method}", hint=f"use {' or '.join(sorted(allowed))}")
-    raise CorralError("not_found", f"there is no {path}")
+        allowed.setdefault(route.method, (route, parts))
+    if not allowed:
+        raise CorralError("not_found", f"there is no {shown(path)}", hint="GET /openapi.json lists the paths")
+    if method == "HEAD" and "GET" in allowed:
+        return allowed["GET"]
+    takes = sorted({*allowed, "HEAD"} if "GET" in allowed else allowed)
+    hint = f"use {' or '.join(takes)}"
+    raise CorralError("method_not_allowed", f"{shown(path)} does not take {shown(method)}", hint=hint, allow=takes)
 
 
 def _parts(pattern: str, segments: list[str]) -> dict[str, str] | None:
@@ -80,7 +93,9 @@ def _parts(pattern: str, segments: list[str]) -> dict[str, str] | None:
         if want.endswith(":path}"):
             found[want[1:-6]] = _unquote("/".join(segments[position:]))
         elif want.startswith("{"):
-            found[want[1:-1]] = _unquote(segments[position])
+            if _IDENT.fullmatch(segments[position]) is None:
+                return None  # not an id, so there is nothing of that name
+            found[want[1:-1]] = segments[position]
         elif want != segments[position]:
             return None
     return found
@@ -157,7 +172,7 @@ async def submit_run(services: Services, request: Request) -> Reply:
 
 async def list_runs(services: Services, request: Request) -> Reply:
     limit = integer_of(request, "limit", 100, 1, 1000)
-    runs, following = await services.runs.page(request.caller, after=request.query.get("after"), limit=limit)
+    runs, following = await services.runs.page(request.caller, after=ident_of(request, "after"), limit=limit)
     return Reply(200, {"items": [services.documents.run_summary(r) for r in runs], "next": following})
 
 
@@ -201,7 +216,7 @@ async def create_sandbox(services: Services, request: Request) -> Reply:
 async def list_sandboxes(services: Services, request: Request) -> Reply:
     limit = integer_of(request, "limit", 100, 1, 1000)
     views, following = await services.sandboxes.page(
-        request.caller, after=request.query.get("after"), limit=limit, ended=flag_of(request, "all")
+        request.caller, after=ident_of(request, "after"), limit=limit, ended=flag_of(request, "all")
     )
     return Reply(200, {"items": [services.documents.sandbox(v) for v in views], "next": following})
 
@@ -223,9 +238,9 @@ async def start_exec(services: Services, request: Request, sandbox_id: str) -> R
     key = idempotency_of(request, f"POST /v1/sandboxes/{sandbox_id}/execs", document)
     fence = request.headers.get("corral-lease")
     record = await services.sandboxes.start_exec(request.caller, sandbox_id, document, key, fence, wait, DEFAULT_WAIT_S)
-    reason = (record.result or {}).get("reason")
-    if reason in ("cwd_not_found", "user_refused"):
-        raise CorralError(reason, str((record.result or {}).get("hint")), field="/cwd" if "cwd" in reason else "/user")
+    refused = None if record.result is None else refusal(record.result["reason"], record.result["hint"])
+    if refused is not None:
+        raise refused
     answer = await services.documents.exec(record, output=output, view=view)
     location = {"Location": f"/v1/execs/{record.exec_id}"}
     return Reply(200 if record.result is not None else 202, answer, location)
@@ -311,8 +326,15 @@ async def resize_exec(services: Services, request: Request, exec_id: str) -> Rep
 
 async def stdin_exec(services: Services, request: Request, exec_id: str) -> Reply:
     data = await read_body(request.body, MAX_BODY)
-    await services.sandboxes.stdin_exec(request.caller, exec_id, data, flag_of(request, "eof"))
-    return Reply(200, {})
+    offset = integer_of(request, "offset", 0, 0, MAX_OFFSET) if "offset" in request.query else None
+    taken = await services.sandboxes.stdin_exec(request.caller, exec_id, data, flag_of(request, "eof"), offset)
+    return Reply(200, {"open": taken})
+
+
+async def exec_socket(services: Services, request: Request, exec_id: str) -> Reply:
+    await services.sandboxes.get_exec(request.caller, exec_id)
+    hint = "open it as a WebSocket, or use /stream, /stdin, /resize and /signal"
+    raise CorralError("bad_request", "this path is a WebSocket", hint=hint)
 
 
 # -- the installation ----------------------------------------------------------------------------------------------------------
@@ -329,8 +351,16 @@ async def healthz(services: Services, request: Request) -> Reply:
 
 
 async def readyz(services: Services, request: Request) -> Reply:
+    if services.core.draining:
+        return Reply(503, {"status": "stopping"}, {"Retry-After": "1"})
     default = (await services.upkeep.doctor())["default"]
     return Reply(200 if default else 503, {"status": "ready" if default else "no runtime"})
+
+
+async def openapi(services: Services, request: Request) -> Reply:
+    from corral.api.openapi import document
+
+    return Reply(200, await asyncio.to_thread(document))
 
 
 ROUTES: tuple[Route, ...] = (
@@ -367,8 +397,10 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/execs/{exec_id}/signal", signal_exec),
     Route("POST", "/v1/execs/{exec_id}/resize", resize_exec),
     Route("POST", "/v1/execs/{exec_id}/stdin", stdin_exec),
+    Route("GET", "/v1/execs/{exec_id}/ws", exec_socket),
     Route("POST", "/v1/gc", collect_garbage),
     Route("GET", "/v1/doctor", doctor),
+    Route("GET", "/openapi.json", openapi),
     Route("GET", "/healthz", healthz),
     Route("GET", "/readyz", readyz),
 )

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import ssl
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
+import h11
 import uvicorn
-import uvicorn.protocols.http.h11_impl  # what it would import later, on the event loop
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from corral.api.asgi import MAX_HEADERS
+from corral.api.problems import problem
 from corral.errors import CorralError
 
 KEEP_ALIVE_S = 5
+HEADERS_S = 10.0
+"""How long the headers of a request may take, counted from the connection or from their first byte."""
+MAX_CONNECTIONS = 4096
+MAX_MESSAGE = 2 * 1024 * 1024
+"""Bytes of one message of a WebSocket; more than its window of input, encoded."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,80 @@ class Tls:
         return made
 
 
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1 that waits for headers a while, holds so many connections, and refuses in the API's own words."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(CorralError("overloaded", "too many connections", hint="use fewer, or try again in a moment"))
+            return
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if (
+            self.transport.is_closing()
+            or self.transport.get_protocol() is not self
+            or self.conn.their_state is not h11.IDLE
+        ):
+            self._stop_waiting()
+        elif self.conn.trailing_data[0]:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._waiting is None:
+            self._waiting = self.loop.call_later(HEADERS_S, self._too_late)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _too_late(self) -> None:
+        self._waiting = None
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            detail = f"the headers did not come within {HEADERS_S:.0f} s"
+            self._refuse(CorralError("request_timeout", detail, hint="send the request in one go"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for what is no HTTP."""
+        if len(self.conn.trailing_data[0]) >= MAX_HEADERS:
+            detail = f"the headers have more than {MAX_HEADERS} bytes"
+            self._refuse(CorralError("headers_too_large", detail, hint="what is long belongs into the body"))
+        else:
+            self._refuse(CorralError("bad_request", "this is not a request of HTTP/1.1", hint="http:// or https://?"))
+
+    def _refuse(self, error: CorralError) -> None:
+        """Answer outside of any call, and hang up. In the middle of another answer nothing can be said."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and (
+            self.cycle is None or self.cycle.response_complete
+        ):
+            status, document, more = problem(error)
+            body = json.dumps(document).encode()
+            headers = [
+                (b"content-type", b"application/problem+json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+                *((name.lower().encode(), value.encode()) for name, value in more.items()),
+            ]
+            reason = HTTPStatus(status).phrase.encode()
+            for event in (
+                h11.Response(status_code=status, headers=headers, reason=reason),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self._stop_waiting()
+        self.transport.close()
+
+
 def make_server(application: Any, tls: ssl.SSLContext | None = None) -> uvicorn.Server:
     """A server for listening sockets: `await server.serve(sockets=[…])`. Ends by `should_exit`, at once by `force_exit`."""
     return uvicorn.Server(
@@ -52,8 +137,11 @@ def make_server(application: Any, tls: ssl.SSLContext | None = None) -> uvicorn.
             access_log=False,
             lifespan="off",
             loop="none",
-            http="h11",
-            ws="none",
+            http=PatientProtocol,
+            h11_max_incomplete_event_size=MAX_HEADERS,
+            ws="websockets-sansio",
+            ws_max_size=MAX_MESSAGE,
+            ws_per_message_deflate=False,
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,

@@ -109,3 +109,5 @@ def encode(event: StreamEvent, *, text: bool) -> bytes:
 
 KEEP_ALIVE = b": still here\n\n"
 KEEP_ALIVE_S = 15.0
+RETRY_MS = 1000
+"""When a client whose stream was cut by a stop of the service should come back."""

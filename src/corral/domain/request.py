@@ -149,8 +149,8 @@ class ExecRequest:
 
 # -- the JSON documents --------------------------------------------------------------------------------------------------------
 
-_RESOURCES = ("memory", "cpu", "pids", "disk", "tmp", "output_limit", "output_kill")
-_LATER = (
+RESOURCE_FIELDS = ("memory", "cpu", "pids", "disk", "tmp", "output_limit", "output_kill")
+LATER_FIELDS = (
     "dependencies",
     "dep",
     "secrets",
@@ -164,21 +164,23 @@ _LATER = (
 )
 _PLACE = ("runtime", "template", "isolation", "network", "session")
 _EXECUTION = ("code", "language", "shell", "args", "stdin", "stdin_base64", "env", "cwd", "user", "outputs", "attached")
-_RUN = frozenset(
-    (*_RESOURCES, *_LATER, *_PLACE, *_EXECUTION)
+RUN_FIELDS = frozenset(
+    (*RESOURCE_FIELDS, *LATER_FIELDS, *_PLACE, *_EXECUTION)
     + ("command", "code_path", "files", "resources", "keep", "ttl_s", "ttl", "timeout_s", "timeout", "pty")
 )
-_SANDBOX = frozenset((*_RESOURCES, *_LATER, *_PLACE, "files", "resources", "ttl_s", "ttl", "timeout_s", "timeout"))
-_EXEC = frozenset(
-    (*_LATER, *_EXECUTION)
+SANDBOX_FIELDS = frozenset(
+    (*RESOURCE_FIELDS, *LATER_FIELDS, *_PLACE, "files", "resources", "ttl_s", "ttl", "timeout_s", "timeout")
+)
+EXEC_FIELDS = frozenset(
+    (*LATER_FIELDS, *_EXECUTION)
     + ("argv", "command", "timeout_s", "timeout", "output_limit", "output_kill", "pty", "wait", "stdin_open")
 )
 
 
 def parse_run(doc: Any, host: HostCaps) -> RunRequest:
     """`POST /v1/runs`: see the module docstring."""
-    fields = _Fields(doc, _RUN)
-    fields.refuse_later(*_LATER, "pty")
+    fields = _Fields(doc, RUN_FIELDS)
+    fields.refuse_later(*LATER_FIELDS, "pty")
     shape = fields.program(("code", "command", "shell"))
     code_path = fields.relative_path("code_path")
     if code_path is not None and shape != "code":
@@ -207,8 +209,8 @@ def parse_run(doc: Any, host: HostCaps) -> RunRequest:
 
 def parse_sandbox(doc: Any, host: HostCaps) -> SandboxRequest:
     """`POST /v1/sandboxes`. `timeout_s` and the output limits are the defaults of its execs."""
-    fields = _Fields(doc, _SANDBOX)
-    fields.refuse_later(*_LATER)
+    fields = _Fields(doc, SANDBOX_FIELDS)
+    fields.refuse_later(*LATER_FIELDS)
     return SandboxRequest(
         files=fields.files(),
         wishes=fields.wishes(host),
@@ -221,12 +223,12 @@ def parse_exec(doc: Any, host: HostCaps) -> ExecRequest:
     """`POST /v1/sandboxes/{id}/execs`; `command` is another word for `argv`. What belongs to the sandbox cannot be wished here."""
     fields = _Fields(
         doc,
-        _EXEC,
+        EXEC_FIELDS,
         elsewhere={
             name: "is set when the sandbox is made" for name in ("memory", "cpu", "pids", "disk", "tmp", *_PLACE)
         },
     )
-    fields.refuse_later(*_LATER)
+    fields.refuse_later(*LATER_FIELDS)
     shape = fields.program(("argv", "command", "shell", "code"))
     code = fields.code() if shape == "code" else None
     wishes = fields.wishes(host)
@@ -283,7 +285,9 @@ class _Fields:
             self.fail(
                 name,
                 f"there is no field {shown(name)}",
-                f"did you mean {guess}?" if guess else f"known fields: {', '.join(sorted(known - frozenset(_LATER)))}",
+                f"did you mean {guess}?"
+                if guess
+                else f"known fields: {', '.join(sorted(known - frozenset(LATER_FIELDS)))}",
             )
 
     def fail(self, name: str | int, detail: str, hint: str) -> NoReturn:
@@ -599,13 +603,13 @@ class _Fields:
                 )
             for name, value in inner.items():
                 at = pointer("resources", name)
-                if name not in _RESOURCES:
-                    guess = nearest(str(name), _RESOURCES)
-                    hint = f"did you mean {guess}?" if guess else f"known: {', '.join(_RESOURCES)}"
+                if name not in RESOURCE_FIELDS:
+                    guess = nearest(str(name), RESOURCE_FIELDS)
+                    hint = f"did you mean {guess}?" if guess else f"known: {', '.join(RESOURCE_FIELDS)}"
                     invalid(at, f"there is no resource {shown(name)}", hint)
                 if value is not None:
                     given[name] = (value, at)
-        for name in _RESOURCES:
+        for name in RESOURCE_FIELDS:
             value = self.doc.get(name)
             if value is None:
                 continue

@@ -115,16 +115,20 @@ def signal_name(number: int) -> str:
     return f"SIGRTMIN+{number - 34}" if 34 <= number <= 64 else f"SIG{number}"
 
 
-def refusal(facts: ExecFacts, cwd: str | None = None) -> CorralError | None:
-    """The error to raise when an exec was refused for what its caller asked for (cwd, user); None when there is a result to judge."""
-    failure = facts.start_failure
-    if failure is None or facts.started or failure.what not in ("cwd", "user"):
+REFUSALS = {
+    "cwd_not_found": ("/cwd", "create it first, or leave cwd out"),
+    "user_refused": ("/user", "use the user sandbox"),
+}
+"""Reasons for which the caller's own words are to blame: reason -> (their field, what to do about it)."""
+
+
+def refusal(reason: str, hint: str | None) -> CorralError | None:
+    """The error to raise for a verdict that refuses what the caller asked for (cwd, user); None when there is a result to show."""
+    if reason not in REFUSALS:
         return None
-    if failure.what == "cwd":
-        return CorralError("cwd_not_found", _cwd(failure, cwd), hint="create it first, or leave cwd out", field="/cwd")
-    return CorralError(
-        "user_refused", f"the user is not available here: {failure.message}", hint="use the user sandbox", field="/user"
-    )
+    field, advice = REFUSALS[reason]
+    detail = (hint or reason).partition(f"; {advice}")[0]
+    return CorralError(reason, detail, hint=advice, field=field)
 
 
 def _cwd(failure: StartFailure, cwd: str | None) -> str:
@@ -240,9 +244,10 @@ def _ended_by_us(facts: ExecFacts, limits: Limits) -> tuple[str, str] | None:
 
 def _not_started(failure: StartFailure, cwd: str | None) -> tuple[str, str]:
     if failure.what == "cwd":
-        return "cwd_not_found", f"{_cwd(failure, cwd)}; create it first, or leave cwd out"
+        return "cwd_not_found", f"{_cwd(failure, cwd)}; {REFUSALS['cwd_not_found'][1]}"
     if failure.what == "user":
-        return "user_refused", f"the user is not available here: {failure.message}; use the user sandbox"
+        advice = REFUSALS["user_refused"][1]
+        return "user_refused", f"the user is not available here: {failure.message}; {advice}"
     if failure.what == "platform":
         return "infra_error", f"the platform could not start the program: {failure.message or failure.errno}"
     if failure.errno == "ENOENT":

@@ -498,9 +498,9 @@ class LocalNode(FileCalls):
             raise CorralError("illegal_transition", f"exec {exec_id} has ended")
         return job
 
-    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool) -> None:
+    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool, offset: int | None = None) -> bool:
         job = self._job(exec_id)
-        await (await job.body.client()).stdin(exec_id, data, eof, fence=job.body.floor)
+        return await (await job.body.client()).stdin(exec_id, data, eof, fence=job.body.floor, offset=offset)
 
     async def signal_exec(self, exec_id: str, signal: int) -> None:
         if not 1 <= signal <= 64:

@@ -319,7 +319,12 @@ class Node(Protocol):
         """The facts, once the exec has ended; answers again later, also after a restart, until `forget_exec`."""
         ...
 
-    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool) -> None: ...
+    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool, offset: int | None = None) -> bool:
+        """Hand over all of `data`, waiting while the program does not read; False = it reads no more.
+
+        `offset` counts from the start of all input; bytes that arrived already are skipped, a hole is `bad_request`.
+        """
+        ...
 
     async def signal_exec(self, exec_id: str, signal: int) -> None: ...
 

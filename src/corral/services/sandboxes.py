@@ -352,7 +352,7 @@ class Sandboxes:
         if record.state not in OPEN_EXEC:
             raise CorralError("conflict", f"the exec has ended ({record.state})", retryable=False)
         await self.usable(caller, record.sandbox_id)
-        return record
+        return await self._execs.begun(exec_id) if record.state == "starting" else record
 
     async def signal_exec(self, caller: Caller, exec_id: str, document: Any) -> None:
         """`{"signal": "TERM" | "SIGTERM" | 15}` to the whole exec."""
@@ -375,10 +375,21 @@ class Sandboxes:
         await self._running(caller, exec_id)
         await self._core.node.resize_exec(exec_id, int(rows), int(cols))  # type: ignore[arg-type]
 
-    async def stdin_exec(self, caller: Caller, exec_id: str, data: bytes, eof: bool) -> None:
-        """More input for an exec that was started with `stdin_open`."""
-        await self._running(caller, exec_id)
-        await self._core.node.stdin_exec(exec_id, data, eof)
+    async def stdin_exec(self, caller: Caller, exec_id: str, data: bytes, eof: bool, offset: int | None = None) -> bool:
+        """More input for an exec that was started with `stdin_open`; False when the program reads no more.
+
+        `offset`: where `data` stands in all of the input. What has arrived already is skipped, so a call may be repeated.
+        """
+        record = await self._running(caller, exec_id)
+        ahead = len(_read(record)[0].stdin or b"")  # what came with the exec itself does not count for the caller
+        try:
+            return await self._core.node.stdin_exec(exec_id, data, eof, None if offset is None else offset + ahead)
+        except CorralError as error:
+            if error.code != "bad_request":
+                raise
+            hint = "send what is missing first, or leave offset out to go on where the input ends"
+            detail = "there is a hole before the offset"
+            raise CorralError("invalid_value", detail, hint=hint, field="/offset") from error
 
     # -- files -----------------------------------------------------------------------------------------------------------------
     async def get_tar(self, caller: Caller, sandbox_id: str, path: str, user: str) -> AsyncIterator[bytes]:

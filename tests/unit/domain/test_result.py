@@ -100,11 +100,14 @@ def test_a_program_that_never_ran(failure, reason, code, words):
 
 def test_only_what_the_caller_asked_for_is_an_error():
     def failed(what):
-        return refusal(ExecFacts(started=False, start_failure=StartFailure(what, "ENOENT", "/nowhere")))
+        made = verdict(started=False, start_failure=StartFailure(what, "ENOENT", "/nowhere"))
+        return refusal(made.reason, made.hint)
 
     assert (failed("cwd").code, failed("cwd").field) == ("cwd_not_found", "/cwd")
+    assert "/nowhere" in failed("cwd").detail and failed("cwd").hint == "create it first, or leave cwd out"
     assert (failed("user").code, failed("user").field) == ("user_refused", "/user")
-    assert failed("argv") is None and failed("platform") is None and refusal(ExecFacts(started=True)) is None
+    assert failed("user").hint == "use the user sandbox" and failed("user").hint not in failed("user").detail
+    assert failed("argv") is None and failed("platform") is None and refusal("ok", None) is None
 
 
 def test_a_watched_limit_says_so():
@@ -137,8 +140,9 @@ def test_more_processes_than_a_watched_limit_allows_is_the_limit(facts, over):
 
 def test_a_directory_that_is_not_there_is_named():
     facts = ExecFacts(started=False, start_failure=StartFailure("cwd", "ENOENT", "No such file or directory"))
-    assert "'/no/such' cannot be entered: No such file" in judge(facts, LIMITS, MODES, cwd="/no/such").hint
-    assert "/no/such" in refusal(facts, cwd="/no/such").detail
+    made = judge(facts, LIMITS, MODES, cwd="/no/such")
+    assert "'/no/such' cannot be entered: No such file" in made.hint
+    assert "/no/such" in refusal(made.reason, made.hint).detail
 
 
 def test_an_unknown_start_stays_unknown():

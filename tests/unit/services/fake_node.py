@@ -180,8 +180,9 @@ class FakeNode:
             await made.changed.wait()
         return made.facts
 
-    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool) -> None:
+    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool, offset: int | None = None) -> bool:
         self._exec(exec_id).emit(data)
+        return True
 
     async def signal_exec(self, exec_id: str, signal: int) -> None:
         self._exec(exec_id).end(ExecFacts(True, signal=signal))
