@@ -161,7 +161,7 @@ class Watch:
             self.leaving[cookie] = path, directory, time.monotonic() + PAIR_S
         elif mask & MOVED_TO:
             self.arrived(path, directory, cookie)
-        elif not self.ours(name):
+        elif not (self.ours(name) or _nameless(path, name)):
             self.change(mask, path, directory)
 
     @staticmethod
@@ -237,6 +237,11 @@ class Watch:
         if self.out:
             say(bytes(self.out))
             self.out.clear()
+
+
+def _nameless(path: bytes, name: bytes) -> bool:
+    """A file without a name is called by its number in events."""
+    return name[:1] == b"#" and name[1:].isdigit() and not os.path.lexists(path)
 
 
 def watch(path: bytes, *, recursive: bool) -> None:
