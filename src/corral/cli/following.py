@@ -115,8 +115,10 @@ class Following:
 
     def _complete(self, document: Json) -> None:
         """What the result counts and the stream did not bring comes from the spool: output is never lost in silence."""
+        result = document.get("result") or {}
+        kill = ((result.get("limits") or {}).get("output") or {}).get("kill")
         for stream in ("stdout", "stderr"):
-            produced = ((document.get("result") or {}).get(stream) or {}).get("bytes") or 0
+            produced = (result.get(stream) or {}).get("bytes") or 0
             offset = 0
             if produced > self.written[stream]:
                 for block in self.transport.download(self.path + "/logs", {"stream": stream}):
@@ -124,6 +126,14 @@ class Following:
                     offset += len(block)
             if produced > self.written[stream]:
                 missing = produced - self.written[stream]
+                if (
+                    kill is not None and self.written[stream] >= kill
+                ):  # the limit that ends the program: all below it is out
+                    if result.get("reason") != "output_limit":  # it was faster; its status stays its own
+                        terminal.say(
+                            f"corral: the last {missing} bytes of {stream} are over --output-kill and were dropped"
+                        )
+                    continue
                 hint = "what is kept is in the result: corral runs show"
                 raise CorralError("cursor_gone", f"the last {missing} bytes of {stream} are no longer there", hint=hint)
 

@@ -26,7 +26,8 @@ from corral.client import Transport
 def command(ctx: click.Context, /, program: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Run FILE, CODE, a shell STRING or ARGV in a fresh sandbox; the environment is gone afterwards.
 
-    Output comes through byte by byte and the exit status is the program's; see the reference for the rest.
+    Output comes through byte by byte. Exit status: the program's own; 124 timeout, 137 out of memory or too much output, 127
+    program not found, 125 no outcome of the program, 2 wrong usage. More in docs/reference/command-line.md.
     """
     what = words.program(ctx, given, program, "command")
     request = what | words.common(given, what.get("code_path"))

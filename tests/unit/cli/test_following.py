@@ -105,6 +105,27 @@ def test_output_that_the_stream_did_not_bring_comes_from_the_spool(corral: Call,
     assert "the last 1 bytes of stdout" in said.err
 
 
+@pytest.mark.parametrize(("reason", "status"), [("output_limit", 137), ("ok", 0), ("nonzero_exit", 3)])
+def test_output_over_the_limit_that_ends_the_program_does_not_change_the_status(
+    corral: Call, transport: FakeTransport, reason: str, status: int
+) -> None:
+    limits = {"output": {"value": 4, "kill": 8, "hit": True}}
+    transport.document = ended(reason, status, stdout={"bytes": 11}, limits=limits, hint="wrote too much")
+    transport.events = [Event("stdout", "1", 0, b"12345678")]
+    transport.blocks = [b"12345678"]
+    said = corral("run", "--", "x")
+    assert (said.status, said.out) == (status, b"12345678")
+    told = (
+        "output_limit: wrote too much"
+        if reason == "output_limit"
+        else "the last 3 bytes of stdout are over --output-kill"
+    )
+    assert told in said.err
+    transport.blocks = transport.events = []
+    lost = corral("run", "--", "x")
+    assert lost.status == 125 and "cursor_gone" in lost.err, "what was kept has to arrive"
+
+
 def test_lone_surrogates_leave_valid_json(corral: Call, transport: FakeTransport) -> None:
     transport.document = ended(hint="\udcff 你")
     assert corral("run", "--json", "--", "x").json["result"]["hint"] == "\udcff 你"
