@@ -136,7 +136,7 @@ class Blocking:
         except BaseException:
             sock.close()
             raise
-        return _BlockingWire(sock)
+        return _BlockingWire(sock, tls=address.tls is not None)
 
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - nothing else runs here
@@ -184,26 +184,44 @@ def open_socket(directory: str, name: str, timeout_s: float | None) -> socket.so
 
 
 class _BlockingWire:
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, tls: bool = False) -> None:
         sock.settimeout(READ_TIMEOUT_S)
         self._socket = sock
+        self._tls = tls
+        self._came: bytes | None = None
 
     async def send(self, data: bytes) -> None:
         self._socket.sendall(data)
 
     async def receive(self) -> bytes:
-        return self._socket.recv(BLOCK)
+        came, self._came = self._came, None
+        return self._socket.recv(BLOCK) if came is None else came
 
     def waiting(self) -> bool:
-        pending = getattr(self._socket, "pending", None)
-        if pending is not None and pending():
+        if self._came is not None:
             return True
-        look = select.poll()
         try:
+            look = select.poll()
             look.register(self._socket, select.POLLIN)
+            if not self._tls:
+                return bool(look.poll(0))
+            if look.poll(0) or self._socket.pending():  # type: ignore[attr-defined]
+                self._came = self._at_once()
         except (OSError, ValueError):
             return True
-        return bool(look.poll(0))
+        return self._came is not None
+
+    def _at_once(self) -> bytes | None:
+        """What has come for us: under TLS the socket also has bytes that are not, such as tickets."""
+        import ssl
+
+        self._socket.settimeout(0)
+        try:
+            return self._socket.recv(BLOCK)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return None
+        finally:
+            self._socket.settimeout(READ_TIMEOUT_S)
 
     def close(self) -> None:
         self._socket.close()
