@@ -353,7 +353,7 @@ async def healthz(services: Services, request: Request) -> Reply:
 async def readyz(services: Services, request: Request) -> Reply:
     if services.core.draining:
         return Reply(503, {"status": "stopping"}, {"Retry-After": "1"})
-    default = (await services.upkeep.doctor())["default"]
+    default, _ = await services.upkeep.default_runtime()
     return Reply(200 if default else 503, {"status": "ready" if default else "no runtime"})
 
 

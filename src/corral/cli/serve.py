@@ -73,6 +73,7 @@ def command(host: str, port: int, tls_cert: str | None, tls_key: str | None, uns
                 _log("stopping: new work is refused, what runs lives on")
                 owner.drain(DRAIN_S)
                 owner.close()
+                os._exit(0)  # a thread that still builds a template would hold the process, and with it the port
         finally:
             owner.close()
     finally:

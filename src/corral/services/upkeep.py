@@ -200,17 +200,20 @@ class Upkeep:
                 return alone_s is not None
             await asyncio.sleep(min(0.1, patience_s - alone_s))
 
+    async def default_runtime(self) -> tuple[str | None, str]:
+        """(what a request without wishes runs on, why); None = nothing can run here."""
+        policy = self._core.policy
+        try:
+            choice = await self._lifecycle.choose(Placement(), policy.isolation_floor, policy.require_enforced)
+        except CorralError as error:
+            return None, error.detail
+        return choice.runtime, choice.reason
+
     async def doctor(self, *, fresh: bool = False) -> Json:
         """The document of `corral doctor`."""
         core = self._core
         runtimes = await core.node.runtimes(fresh=fresh)
-        try:
-            policy = core.policy
-            choice = await self._lifecycle.choose(Placement(), policy.isolation_floor, policy.require_enforced)
-            default: str | None = choice.runtime
-            why = choice.reason
-        except CorralError as error:
-            default, why = None, error.detail
+        default, why = await self.default_runtime()
         more = {"default_reason": why, "templates": await core.node.templates()}
         return self._documents.doctor(runtimes, default, await core.node.host(), await core.node.leftovers(), more)
 
