@@ -90,6 +90,10 @@ class Cgroup:
                         found.add(int(word))
         return sorted(found)
 
+    def counts(self, controller: str) -> bool:
+        """Whether the group is in a hierarchy that counts `memory`, `pids` or `cpu`."""
+        return controller in self.v1 or (self.v2 is not None and controller in self.held)
+
     def stats(self) -> CgroupStats:
         if (memory := self.v1.get("memory")) is not None:
             usage, peak = _number(f"{memory}/memory.usage_in_bytes"), _number(f"{memory}/memory.max_usage_in_bytes")
@@ -454,10 +458,18 @@ def _rmdir(path: str) -> None:
 
 def _read(path: str) -> str | None:
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read().strip()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    pieces = []
+    try:
+        while piece := os.read(fd, 65536):
+            pieces.append(piece)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return b"".join(pieces).decode("utf-8", "surrogateescape").strip()
 
 
 def _number(path: str) -> int | None:

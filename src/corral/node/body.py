@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import time
 from collections.abc import Callable, Coroutine
@@ -18,6 +19,7 @@ from corral.domain.fence import Fence
 from corral.domain.limits import LimitModes, Limits
 from corral.errors import CorralError
 from corral.linux import process, sockets
+from corral.linux.guesttree import Look
 from corral.node.journal import Journal
 from corral.ports.runtime import Instance, InstanceRef, Runtime, Stats
 
@@ -62,6 +64,8 @@ class Body:
         """File transfers under way: processes inside that belong to no exec."""
         self.background = False
         """An exec that is over left processes behind."""
+        self.look: Look | None = None
+        """The workspace as it was when its last look became the base of changes, if nothing ran meanwhile."""
         self.gone = asyncio.Event()
         self.destroying: str | None = None
         """The reason of `destroy`, once it began."""
@@ -76,6 +80,11 @@ class Body:
         self._watcher: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._base: asyncio.Task[Stats] | None = None
+
+    @property
+    def is_quiet(self) -> bool:
+        """No program of the sandbox runs, as far as we know."""
+        return not (self.execs or self.transfers or self.background)
 
     # -- connection ----------------------------------------------------------------------------------------------------
     @property
@@ -195,9 +204,12 @@ class Body:
         except (CorralError, OSError, TimeoutError):
             return Stats()
 
-    def take_base(self) -> None:
-        """Begin to take the base line of the next exec, while nothing runs; not for after a transfer or beside a process left behind."""
-        self._base = asyncio.create_task(self._fresh_base())
+    def take_base(self, after: Stats | None = None) -> None:
+        """Begin to take the base line of the next exec, while nothing runs; not for after a transfer or beside a process left behind.
+
+        `after`: the counters as they were just read, when the last program had ended.
+        """
+        self._base = asyncio.create_task(self._fresh_base() if after is None else self._base_after(after))
         self._tasks.add(self._base)
         self._base.add_done_callback(self._spawned)
 
@@ -216,6 +228,12 @@ class Body:
         with contextlib.suppress(CorralError, OSError):  # then the peak is the highest sample
             await self.runtime.reset_peaks(self.ref)
         return await self.stats()
+
+    async def _base_after(self, after: Stats) -> Stats:
+        with contextlib.suppress(CorralError, OSError):
+            if await self.runtime.reset_peaks(self.ref):
+                return dataclasses.replace(after, peak_memory_bytes=after.memory_bytes)
+        return after
 
     async def members(self) -> frozenset[tuple[int, int]]:
         """(pid on the host, start time) of everything inside."""

@@ -272,7 +272,7 @@ class Exec:
         if not self.done.done():
             self.done.set_result(facts)
         if not (self.body.execs or self.body.background or self.body.gone.is_set()):
-            self.body.take_base()
+            self.body.take_base(self.meter.after)
 
     def _facts(self, status: ExecStatus | None, infra: str | None) -> ExecFacts:
         lost = self.body.gone.is_set() or self.body.forsaken or self.body.destroying is not None

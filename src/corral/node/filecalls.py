@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from corral.domain.fence import Fence
 from corral.errors import CorralError
+from corral.linux.guesttree import Look
 from corral.node import files, transfers
 from corral.node.body import Body
 from corral.ports.node import Collected, FileBlocks, FileEvents, FileInfo, FilePage
@@ -144,6 +145,19 @@ class FileCalls:
         body = self._bodies.get(instance_id)
         if body is None:
             raise CorralError("not_found", f"instance {instance_id} is not here")
-        return await files.collect(
-            body.tree, self._mark_path(instance_id), outputs=outputs, max_bytes=max_bytes, into=into, mark=mark
+        if mark and not outputs and body.is_quiet and body.look is not None and files.unchanged(body.tree, body.look):
+            return Collected((), False, (), ())
+        looks: list[Look] = []
+        quiet, body.look = body.is_quiet, None
+        found = await files.collect(
+            body.tree,
+            self._mark_path(instance_id),
+            outputs=outputs,
+            max_bytes=max_bytes,
+            into=into,
+            mark=mark,
+            seen=looks.append,
         )
+        if quiet and body.is_quiet and looks:
+            body.look = looks[0]
+        return found

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from corral.errors import CorralError
-from corral.linux.guesttree import GuestTree
+from corral.linux.guesttree import GuestTree, Look, is_as_seen
 from corral.linux.manifest import Change, Manifest, diff
 from corral.ports.node import Collected, FileChange
 from corral.ports.runtime import HostTree, Instance
@@ -97,20 +97,33 @@ async def freshen(tree: HostTree, mark_path: str) -> None:
 
 
 async def collect(
-    tree: HostTree, mark_path: str, *, outputs: Sequence[str], max_bytes: int, into: str | None, mark: bool = False
+    tree: HostTree,
+    mark_path: str,
+    *,
+    outputs: Sequence[str],
+    max_bytes: int,
+    into: str | None,
+    mark: bool = False,
+    seen: Callable[[Look], None] = lambda look: None,
 ) -> Collected:
-    """See `ports.node.Node.collect`. Globs may be absolute (`/workspace/…`) or relative to the workspace."""
+    """See `ports.node.Node.collect`. Globs may be absolute (`/workspace/…`) or relative to the workspace.
+
+    `seen` is called, in a thread, with the look that became the base.
+    """
     guest = _workspace(tree)
     globs = [_relative(glob) for glob in outputs]
 
     def work() -> Collected:
         previous = _load(mark_path)
-        now = guest.scan(previous)
+        look = guest.look(previous)
+        now = look.manifest
         changes, more = diff(previous if previous is not None else Manifest(), now, MAX_CHANGES)
         if mark and (
             now.entries or changes or previous is None
         ):  # an empty workspace that stays empty needs no new base
             _save(mark_path, now)
+        if mark:
+            seen(look)
         artifacts: list[dict[str, Any]] = []
         skipped: tuple[str, ...] = ()
         complete = now.complete
@@ -127,6 +140,11 @@ async def collect(
         return Collected(tuple(map(_change, changes)), more, tuple(artifacts), skipped, complete)
 
     return await asyncio.to_thread(work)
+
+
+def unchanged(tree: HostTree, look: Look) -> bool:
+    """True only if the workspace is as a look saw it; quick, for when no program runs."""
+    return is_as_seen(os.path.join(tree.path, "workspace"), look)
 
 
 def _relative(glob: str) -> str:

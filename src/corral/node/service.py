@@ -40,6 +40,8 @@ from corral.ports.node import (
 from corral.ports.runtime import Evidence, Instance, Runtime, RuntimeInfo, Stats
 
 RECENT_SPOOLS = 32
+NOTE_S = 0.025
+"""An exec that is over sooner is not journalled as running."""
 INLINE_BYTES = 64 * 1024
 """What is read from a spool at once, without a thread."""
 BACKUP_CLOCK_S = 10.0
@@ -80,6 +82,8 @@ class LocalNode(FileCalls):
         self._creating: dict[str, asyncio.Future[InstanceReport]] = {}
         self._destroying: dict[str, asyncio.Task[Evidence]] = {}
         self._execs: dict[str, Exec] = {}
+        self._unnoted: dict[str, dict[str, Any]] = {}
+        """Execs that run and are not yet journalled as running."""
         self._spools: dict[str, Spool] = {}
         """Of the execs that ended last, as they are asked for at once."""
         self._lost: asyncio.Queue[str] = asyncio.Queue()
@@ -104,6 +108,8 @@ class LocalNode(FileCalls):
 
     async def close(self) -> None:
         bodies = list(self._bodies.values())
+        for job in list(self._execs.values()):
+            self._note_running(job)
         await asyncio.gather(*(body.let_go() for body in bodies), return_exceptions=True)
         self._bodies.clear()
         self._execs.clear()
@@ -408,12 +414,21 @@ class LocalNode(FileCalls):
             raise
         faults.point("node.exec.started")
         if job.started_at is not None:
-            more: dict[str, Any] = {"started_at": job.started_at, "before": dict(vars(job.meter.before))}
-            if job.older is not None:
-                more["older"] = sorted(job.older)
-            self._journal.set_exec(spec.exec_id, "running", {**data, **more})
+            self._unnoted[spec.exec_id] = data
+            asyncio.get_running_loop().call_later(NOTE_S, self._note_running, job)
         if spec.stdin is not None and job.started_at is not None:
             body.spawn(self._feed(body, spec.exec_id, spec.stdin, not spec.stdin_open))
+
+    def _note_running(self, job: Exec) -> None:
+        """What a take-over uses better than its own guess; the journal knows the exec already, and one that is over needs it no more."""
+        data = self._unnoted.pop(job.exec_id, None)
+        if data is None or job.done.done():
+            return
+        more: dict[str, Any] = {"started_at": job.started_at, "before": dict(vars(job.meter.before))}
+        if job.older is not None:
+            more["older"] = sorted(job.older)
+        with contextlib.suppress(CorralError):
+            self._journal.set_exec(job.exec_id, "running", {**data, **more})
 
     async def _feed(self, body: Body, exec_id: str, data: bytes, eof: bool) -> None:
         """All of a given input; the guest skips what an earlier node has sent already."""

@@ -48,6 +48,7 @@ class Meter:
         # The sandbox's, not the exec's: what is watched is shared by all that runs in it.
         self._limits = body.limits
         self.before = Stats()
+        self.after = Stats()
         self._peak_memory: int | None = None
         self._peak_pids: int | None = None
         self._disk_full = self._inodes_full = self._tmp_full = False
@@ -144,6 +145,7 @@ class Meter:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         after, before = await self._body.stats(), self.before
+        self.after = after
         self._sample(after)
         await self._look_at_disk(LAST_WALK_S)
         peak = self._peak_memory

@@ -149,8 +149,8 @@ class Runtime(Protocol):
 
     async def stats(self, ref: InstanceRef) -> Stats: ...
 
-    async def reset_peaks(self, ref: InstanceRef) -> None:
-        """Start peak counters anew (serial execs); does nothing where the host cannot."""
+    async def reset_peaks(self, ref: InstanceRef) -> bool:
+        """Start the peak of memory anew (serial execs); False where the host cannot, then nothing was done."""
         ...
 
     async def processes(self, ref: InstanceRef) -> list[int]:

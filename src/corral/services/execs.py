@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -27,8 +27,8 @@ from corral.services.events import StreamEvent
 Json = dict[str, Any]
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ARTIFACT_BYTES = 100 * 1024 * 1024
-NOTE_S = 0.003
-"""An exec that is over sooner is not written down as running first."""
+NOTE_S = 0.025
+"""An exec that is over sooner is not written down as running first, unless somebody waits for its output."""
 BLOCK = 256 * 1024
 _ENDED: dict[str, EndedBy] = {
     "cancelled": "cancelled",
@@ -134,6 +134,10 @@ class _End:
         self.asked = record.cancel_requested
         self.bell = asyncio.Event()
         self.started_at: int | None = None
+        self.followed = False
+        """Whether somebody waits for its output."""
+        self.note: Callable[[], None] = lambda: None
+        """Write down now that it runs, if that is still to be done."""
 
     @property
     def why(self) -> EndedBy | None:
@@ -220,14 +224,18 @@ class Execs:
         end.started_at = self._core.now_ms()
         # Beside the program, as nothing waits for it but those who stream. The row's end comes after it, or without it.
         notes: list[asyncio.Task[None]] = []
-        timer = asyncio.get_running_loop().call_later(
-            NOTE_S,
-            lambda: notes.append(self._core.spawn(self._note_running(record.exec_id, end), record.exec_id)),
-        )
+
+        def note() -> None:
+            if not notes:
+                notes.append(self._core.spawn(self._note_running(record.exec_id, end), record.exec_id))
+
+        timer = asyncio.get_running_loop().call_later(0.0 if end.followed else NOTE_S, note)
+        end.note = note
         try:
             return await self._wait(record, end)
         finally:
             timer.cancel()
+            end.note = lambda: None
             for noted in notes:
                 await noted
 
@@ -322,6 +330,9 @@ class Execs:
         """The exec's row once the exec is more than `starting`: from then on the node can stream it."""
         core = self._core
         with core.wakes.listen(exec_id) as woken:
+            if (end := self._ends.get(exec_id)) is not None:
+                end.followed = True
+                end.note()
             while True:
                 row = woken.look() or await core.store.get_exec(exec_id, None)
                 if row is None:

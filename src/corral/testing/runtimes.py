@@ -38,8 +38,8 @@ class _Around:
     async def stats(self, ref: InstanceRef) -> Stats:
         return await self.inner.stats(ref)
 
-    async def reset_peaks(self, ref: InstanceRef) -> None:
-        await self.inner.reset_peaks(ref)
+    async def reset_peaks(self, ref: InstanceRef) -> bool:
+        return await self.inner.reset_peaks(ref)
 
     async def processes(self, ref: InstanceRef) -> list[int]:
         return await self.inner.processes(ref)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from corral.errors import CorralError
-from corral.linux.guesttree import Caps, GuestTree, remove_tree
+from corral.linux.guesttree import RACY_NS, Caps, GuestTree, Look, is_as_seen, remove_tree
 from corral.linux.manifest import Manifest, diff
 
 UID = 54399
@@ -133,6 +133,71 @@ def test_a_change_of_equal_size_right_after_a_scan_is_seen(tree: tuple[Path, Gue
             file.write(b"b")
         changes, _ = diff(before, guest.scan(before))
         assert [c.change for c in changes] == ["modified"], turn
+
+
+def _after_the_next_tick(scratch: Path) -> None:
+    """The clock of change times has moved on."""
+    scratch.write_bytes(b"")
+    before = scratch.stat().st_ctime_ns
+    while scratch.stat().st_ctime_ns == before:
+        scratch.chmod(0o600)
+
+
+def _old(look: Look) -> Look:
+    """The same look, as if it had been taken when all its stamps were old enough to prove something."""
+    look.manifest.taken_ns += 2 * RACY_NS
+    return look
+
+
+CHANGES = {
+    "a new name at the top": lambda root: (root / "new").write_bytes(b""),
+    "a new name below": lambda root: (root / "d/e/new").write_bytes(b""),
+    "other bytes of the same size": lambda root: (root / "d/f").write_bytes(b"2"),
+    "a forged modification time": lambda root: (
+        (root / "d/f").write_bytes(b"3"),
+        os.utime(root / "d/f", ns=(0, (root / "d/g").stat().st_mtime_ns)),
+    ),
+    "a mode": lambda root: (root / "d/f").chmod(0o611),
+    "a directory's mode": lambda root: (root / "d/e").chmod(0o711),
+    "a name less": lambda root: (root / "d/f").unlink(),
+    "a file behind another name": lambda root: (root / "d/g").rename(root / "d/f"),
+    "a link that turned": lambda root: ((root / "l").unlink(), (root / "l").symlink_to("elsewhere")),
+    "a directory that became a link": lambda root: (
+        (root / "d").rename(root.parent / "aside"),
+        (root / "d").symlink_to(root.parent / "aside"),
+    ),
+    "there and back": lambda root: ((root / "d/f").rename(root / "d/x"), (root / "d/x").rename(root / "d/f")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_change_escapes_a_quick_look_and_an_untouched_tree_passes_it(
+    tree: tuple[Path, GuestTree], tmp_path: Path, change: str
+) -> None:
+    root, guest = tree
+    (root / "d/e").mkdir(parents=True)
+    (root / "d/f").write_bytes(b"1")
+    (root / "d/g").write_bytes(b"1")
+    (root / "l").symlink_to("d/f")
+    _own(root)
+    fresh = guest.look()
+    assert not is_as_seen(str(root), fresh), "stamps of just now prove nothing"
+    look = _old(fresh)
+    _after_the_next_tick(tmp_path / "scratch")
+    assert is_as_seen(str(root), look)
+    assert not is_as_seen(str(root), look, most=3), "many are left to a thread"
+    CHANGES[change](root)
+    assert not is_as_seen(str(root), look)
+
+
+def test_a_quick_look_knows_nothing_of_a_tree_that_was_not_seen_whole(tree: tuple[Path, GuestTree]) -> None:
+    root, guest = tree
+    (root / "f").write_bytes(b"1")
+    look = _old(guest.look())
+    assert is_as_seen(str(root), look)
+    look.manifest.complete = False
+    assert not is_as_seen(str(root), look)
+    assert not is_as_seen(str(root.parent / "gone"), _old(guest.look()))
 
 
 def test_caps_make_an_answer_incomplete_and_then_nothing_is_called_deleted(tree: tuple[Path, GuestTree]) -> None:

@@ -88,11 +88,14 @@ class BubblewrapRuntime:
         return _answer(ref) if init is not None and process.is_alive(init) else None
 
     async def stats(self, ref: InstanceRef) -> Stats:
+        group = self._group(ref.instance_id)
+        if ref.data["tree"]["mode"] == "image" and group.counts("memory") and group.counts("pids"):
+            return self._stats(ref)  # a few files of the kernel and one statvfs: a change of thread costs more
         return await asyncio.to_thread(self._stats, ref)
 
-    async def reset_peaks(self, ref: InstanceRef) -> None:
-        self._peaks.pop(ref.instance_id, None)
-        self._group(ref.instance_id).reset_peak()
+    async def reset_peaks(self, ref: InstanceRef) -> bool:
+        sampled = self._peaks.pop(ref.instance_id, None) is not None
+        return self._group(ref.instance_id).reset_peak() or sampled
 
     async def processes(self, ref: InstanceRef) -> list[int]:
         return await asyncio.to_thread(self._members, ref)

@@ -66,10 +66,10 @@ class CrunRuntime:
         return _answer(ref)
 
     async def stats(self, ref: InstanceRef) -> Stats:
-        return await asyncio.to_thread(self._stats, ref)
+        return self._stats(ref)  # a few files of the kernel and one statvfs: a change of thread costs more
 
-    async def reset_peaks(self, ref: InstanceRef) -> None:
-        self._group(ref.instance_id).reset_peak()
+    async def reset_peaks(self, ref: InstanceRef) -> bool:
+        return self._group(ref.instance_id).reset_peak()
 
     async def processes(self, ref: InstanceRef) -> list[int]:
         return await asyncio.to_thread(self._group(ref.instance_id).procs)

@@ -465,8 +465,8 @@ class FakeRuntime:
             raise CorralError("not_found", "no such instance")
         return Stats(oom_kills=guest.oom_kills, pids=1 + sum(e.state == "running" for e in guest.execs.values()))
 
-    async def reset_peaks(self, ref: InstanceRef) -> None:
-        return None
+    async def reset_peaks(self, ref: InstanceRef) -> bool:
+        return False
 
     async def processes(self, ref: InstanceRef) -> list[int]:
         """Ours stands for all of them while it lives."""
