@@ -822,6 +822,20 @@ def test_a_download_that_nobody_reads_to_its_end_leaves_no_process(web: Box) -> 
     wait_for_none(web)
 
 
+def test_the_guest_keeps_nothing_of_calls_that_are_over(web: Box) -> None:
+    async def known() -> int:
+        bodies = list(web.owner._node._bodies.values())
+        return sum([(await (await body.client()).usage())["known_execs"] for body in bodies])
+
+    before = web.owner._call(known(), 30)
+    for _ in range(12):
+        web.stat(".")
+        web.put("f", b"x")
+        web.get("f")
+        web.stat("nope")
+    assert web.owner._call(known(), 30) <= before + 3
+
+
 def test_an_unknown_sandbox_is_not_found(home: tuple[Path, EmbeddedTransport]) -> None:
     for tail in ("", "/stat", "/list", "/watch"):
         box = Box(home[0], home[1], "sbx_00000000000000000000000000", "http")

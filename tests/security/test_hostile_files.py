@@ -78,6 +78,8 @@ class Guest:
     async def kill_exec(self, exec_id: str, grace_s: float, *, fence: Fence) -> None:
         self.killed.append(exec_id)
 
+    def forget_exec(self, exec_id: str, *, fence: Fence) -> None: ...
+
 
 def saying(*pieces: bytes, **more: Any) -> Any:
     return Guest(lambda: iter(pieces), **more)

@@ -598,6 +598,11 @@ class GuestClient:
         report: KillReport = self._checked(check_kill, answer)
         return report
 
+    def forget_exec(self, exec_id: str, *, fence: Fence) -> None:
+        """Let the guest drop what it keeps of an exec that is over and that nobody will ask for or start again. Waits for nothing."""
+        answer = self._ask("exec.forget", {"exec_id": exec_id}, fence=fence)[1]
+        answer.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+
     async def kill_all(self, *, fence: Fence) -> KillReport:
         """End every process inside but the guest."""
         report: KillReport = self._checked(check_kill, await self._request("kill_all", fence=fence, patience=_KILL_S))

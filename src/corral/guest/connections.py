@@ -180,6 +180,12 @@ class Connection:
             for stream in attachment.streams.values():
                 self.streams.pop(stream, None)
 
+    def forget(self, job: Exec) -> None:
+        """Late acknowledgements of an exec whose end was told mean nothing any more."""
+        for stream in [stream for stream, (attachment, _) in self.streams.items() if attachment.job is job]:
+            if self.streams[stream][0].number not in self.attached:
+                del self.streams[stream]
+
     def close(self) -> None:
         if self.open and not self.resync:
             self.open = False

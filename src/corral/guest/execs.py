@@ -47,6 +47,8 @@ class Runner:
         self.idle: dict[int, Post] = {}
         self._standard = launch.Standard(defaults.filter, defaults.oom_score_adj)
         self.ending: set[Exec] = set()
+        self.unwanted: set[str] = set()
+        """Execs that no client will ask for again."""
 
     # -- start -------------------------------------------------------------------------------------------------------------------
     def start(self, spec: dict[str, Any], fence: tuple[int, int]) -> Exec:
@@ -500,6 +502,15 @@ class Runner:
             self._release(job)
         job.background = 0 if done else job.background
         self.tell_killers(job, done, job.kill_answer + count)
+
+    def forget(self, job: Exec) -> None:
+        """No client will ask for it again, nor start it: its record goes as soon as nothing of it is left."""
+        self.unwanted.add(job.exec_id)
+        for exec_id in list(self.unwanted):
+            known = self.execs[exec_id]
+            if known.finished and known.post is None and known.watcher is None:
+                del self.execs[exec_id]
+                self.unwanted.discard(exec_id)
 
     # -- time --------------------------------------------------------------------------------------------------------------------
     def next_time(self) -> float | None:

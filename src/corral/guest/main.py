@@ -114,6 +114,7 @@ class Guest:
             "exec.signal": (self._signal, "fenced"),
             "exec.resize": (self._resize, "fenced"),
             "exec.kill": (self._kill, "fenced"),
+            "exec.forget": (self._forget, "fenced"),
             "kill_all": (self._kill_all, "fenced"),
             "deadline": (self._deadline, "fenced"),
             "shutdown": (self._shutdown, "fenced"),
@@ -592,6 +593,13 @@ class Guest:
         if job.post is None:
             return {"killed_all": job.killed_all, "killed": 0}
         return self._end_some(connection, number, [job], grace, "kill")
+
+    def _forget(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        job = self._job(request)
+        for one in self.connections:
+            one.forget(job)
+        self.runner.forget(job)
+        return {}
 
     def _kill_all(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         return self._end_all_because("kill")

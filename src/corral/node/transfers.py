@@ -133,9 +133,11 @@ class Inside:
             return
         self._counted = False
         try:
-            if self.status is None:
-                with contextlib.suppress(CorralError):
-                    await (await self.body.client()).kill_exec(self.exec_id, self._grace_s, fence=self.body.floor)
+            with contextlib.suppress(CorralError):
+                client = await self.body.client()
+                if self.status is None:
+                    await client.kill_exec(self.exec_id, self._grace_s, fence=self.body.floor)
+                client.forget_exec(self.exec_id, fence=self.body.floor)
         finally:
             self.body.transfers -= 1
 
