@@ -61,8 +61,9 @@ def inspect(sandbox_id: str, as_json: bool) -> None:
         return
     rows = [{"what": name, "value": value} for name, value in sandbox.items() if name != "history"]
     terminal.table(rows, ("what", "value"), empty="nothing")
-    for event in sandbox.get("history") or []:
-        terminal.put(terminal.plain(f"{event}") + "\n")
+    if history := sandbox.get("history"):
+        terminal.put("\n")
+        terminal.table(history, ("at", "event", "old_state", "new_state", "metadata"), empty="")
 
 
 @command.command()

@@ -393,3 +393,18 @@ def test_templates_are_listed(corral: Call, transport: FakeTransport) -> None:
         "next": None,
     }
     assert b"c python" in corral("template", "ls").out
+
+
+def test_the_history_of_a_sandbox_is_a_table(corral: Call, transport: FakeTransport) -> None:
+    event = {
+        "event_id": 1,
+        "event": "create",
+        "old_state": None,
+        "new_state": "requested",
+        "at": "2026",
+        "metadata": {"row": "1"},
+    }
+    transport.document = SBX | {"history": [event]}
+    lines = corral("sandbox", "inspect", SANDBOX).out.decode().splitlines()
+    assert lines[-2].split() == ["AT", "EVENT", "OLD_STATE", "NEW_STATE", "METADATA"]
+    assert lines[-1].split() == ["2026", "create", "-", "requested", '{"row":', '"1"}']
