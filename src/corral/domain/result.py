@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from corral.domain.facts import ExecFacts, StartFailure, StreamFacts
@@ -433,7 +433,7 @@ def result_document(
         "files": [dict(item) for item in files[:MAX_FILES]],
         "files_truncated": files_truncated or len(files) > MAX_FILES,
         "artifacts": [dict(item) for item in artifacts],
-        "usage": asdict(facts.usage),
+        "usage": dict(vars(facts.usage)),
         "limits": limits_document(limits, modes, limit_hits(facts, limits, modes)),
         "timings": {name: _milliseconds(known.get(name)) for name in TIMINGS},
     }

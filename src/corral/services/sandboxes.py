@@ -7,7 +7,6 @@ import base64
 import os
 import re
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Any, Literal
 
 from corral.domain.fence import Fence
@@ -465,7 +464,7 @@ def _bytes(text: str) -> bytes:
 
 def _stored(request: ExecRequest, limits: Limits) -> Json:
     """`ExecRecord.spec`: all that is needed to send the exec again."""
-    document = asdict(request)
+    document = dict(vars(request))
     document["stdin"] = None if request.stdin is None else base64.b64encode(request.stdin).decode("ascii")
     return {"request": document, "limits": limits.as_dict()}
 
