@@ -33,6 +33,7 @@ from corral.mcp.sessions import GONE, Session
 NO_OUTCOME = GONE | {"infra_error", "policy_denied", "missing_tool", "dependency_failed", "queue_timeout"}
 """Reasons of results that say nothing of the program: the model has to do something else than read its output."""
 MOST_FILES = 50
+CODE_PLACE = "/workspace/.corral-exec"
 
 NEXT = {
     "not_found": "check the name; file_list shows what is there",
@@ -207,13 +208,18 @@ def file_list(sandbox_id: str, note: str | None, path: str, page: Json) -> CallT
         sandbox_id=sandbox_id,
         note=note,
         path=path,
-        entries=[_entry(item) for item in page["items"]],
+        entries=[_entry(item) for item in page["items"] if not _is_ours(item["path"]) or _is_ours(path)],
         next=page.get("next"),
     )
     lines = [_listed(entry) for entry in answer.entries] or ["(empty)"]
     if answer.next is not None:
         lines.append(f"[there is more: after={answer.next!r}]")
     return success(answer, text("\n".join(lines)))
+
+
+def _is_ours(path: str) -> bool:
+    """Where Corral puts the code of `code_run`: shown only to who asks for it."""
+    return f"{path}/".startswith((f"{CODE_PLACE}/", CODE_PLACE.removeprefix("/workspace/") + "/"))
 
 
 def _entry(item: Json) -> FileEntry:
