@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections import deque
@@ -82,7 +83,7 @@ class Loop:
             task.exception()  # nobody's: the interruption that brought us here is what the caller hears of
 
     def place(self) -> object:
-        return asyncio.get_running_loop()
+        return os.getpid(), asyncio.get_running_loop()
 
 
 class _Handed(Iterator[bytes]):

@@ -33,6 +33,8 @@ from corral.client.values import (
 BUSY_S = 30.0
 """See `corral.client.sdk`."""
 DELETE_S = 60.0
+OPEN_S = 10.0
+"""How long a client whose opening was interrupted is waited for until it has let go."""
 
 
 class AsyncRun:
@@ -350,7 +352,7 @@ class AsyncSandbox:
     ) -> AsyncExec:
         """Start it and go on. `stdin_open`: more input follows by `write`, until `close_stdin`."""
         document = encoded({"argv": argv, **request, "stdin_open": stdin_open})
-        return AsyncExec(self._calls, (await self._calls.start(f"{self._at}/execs", document)), 0)
+        return AsyncExec(self._calls, (await self._calls.start(f"{self._at}/execs", "/v1/execs", document)), 0)
 
     async def delete(self) -> None:
         """End it; returns when it is terminated. Repeated: nothing."""
@@ -412,7 +414,7 @@ class AsyncCorral:
 
     async def submit(self, **request: Unpack[RunRequest]) -> AsyncRunHandle:
         """Start a run and go on."""
-        return AsyncRunHandle(self._calls, (await self._calls.start("/v1/runs", encoded(request))))
+        return AsyncRunHandle(self._calls, (await self._calls.start("/v1/runs", "/v1/runs", encoded(request))))
 
     async def request(self, method: str, path: str, json: Json | None = None, **params: Any) -> Json:
         """Any other route of the API, with the same repetitions."""
@@ -423,7 +425,12 @@ class AsyncCorral:
         await self._calls.line.close()
 
     async def __aenter__(self) -> AsyncCorral:
-        await self._calls.line.endpoint.current()  # so that a bad directory shows here
+        line = self._calls.line
+        try:
+            await line.endpoint.current()  # so that a bad directory shows here
+        except BaseException:
+            await line.effects.finish(line.close(), OPEN_S)
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -47,16 +47,22 @@ class Calls:
             raise
 
     async def _end(self, path: str, at: str, document: Json, key: str, known: str | None) -> None:
+        line = self.line.hurried(LAST_WORD_S)
         if known is None:  # the same request once more tells its id, whether it had arrived or not
-            answer = await self.line.request(
-                "POST", path, document, {"wait": 0, "output": "none"}, {"Idempotency-Key": key}
-            )
+            answer = await line.request("POST", path, document, {"wait": 0, "output": "none"}, {"Idempotency-Key": key})
             known = str(answer["id"])
-        await self.line.request("POST", f"{at}/{known}/cancel", None, {"wait": 0})
+        await line.request("POST", f"{at}/{known}/cancel", None, {"wait": 0})
 
-    async def start(self, path: str, document: Json) -> Json:
-        """POST without waiting."""
-        return await self.line.request("POST", path, document, {"wait": 0})
+    async def start(self, path: str, at: str, document: Json) -> Json:
+        """POST without waiting. Interrupted before the id is known: what was started is cancelled."""
+        key = new_key()
+        try:
+            return await self.line.request("POST", path, document, {"wait": 0}, {"Idempotency-Key": key})
+        except CorralError:
+            raise
+        except BaseException:
+            await self.line.effects.finish(self._end(path, at, document, key, None), LAST_WORD_S)
+            raise
 
     async def look(self, path: str) -> Json:
         """As it is now."""
@@ -145,8 +151,9 @@ class Calls:
             raise
 
     async def _unmake(self, document: Json, key: str) -> None:
-        made = await self.line.request("POST", "/v1/sandboxes", document, None, {"Idempotency-Key": key})
-        await self.line.request("DELETE", f"/v1/sandboxes/{made['id']}", None, {"wait": 0})
+        line = self.line.hurried(LAST_WORD_S)
+        made = await line.request("POST", "/v1/sandboxes", document, None, {"Idempotency-Key": key})
+        await line.request("DELETE", f"/v1/sandboxes/{made['id']}", None, {"wait": 0})
 
     async def delete(self, sandbox_id: str) -> Json:
         """End it and wait until it is terminated."""

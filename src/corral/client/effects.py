@@ -83,7 +83,7 @@ class Effects(Protocol):
         ...
 
     def place(self) -> object:
-        """Connections are used again only in the same place (an event loop)."""
+        """Connections are used again only in the same place (a process, an event loop)."""
         ...
 
 
@@ -163,7 +163,7 @@ class Blocking:
             pass
 
     def place(self) -> object:
-        return None
+        return os.getpid()
 
 
 def open_socket(directory: str, name: str, timeout_s: float | None) -> socket.socket:

@@ -45,8 +45,7 @@ class HttpSingle:
     async def send(self, request: Request) -> Answer:
         """See `Single`."""
         first, streamed = self._encode(request)
-        again = request.blocks is None and (request.method != "POST" or "Idempotency-Key" in request.headers)
-        wire = self._kept() if again else None
+        wire = None if request.fresh else self._kept()
         wire = wire or await self._connect()
         response = Response(request.method)
         try:
@@ -67,7 +66,7 @@ class HttpSingle:
             return answer
         except OSError as error:
             wire.close()
-            raise Cut(str(error) or type(error).__name__, sent=True) from error
+            raise _cut(error) from error
         except BaseException:
             wire.close()
             raise
@@ -107,7 +106,7 @@ class HttpSingle:
     def _kept(self) -> Wire | None:
         place, now = self._effects.place(), time.monotonic()
         with self._guard:
-            mine = [entry for entry in self._idle if entry[1] is place and now - entry[2] < KEEP_S]
+            mine = [entry for entry in self._idle if entry[1] == place and now - entry[2] < KEEP_S]
             rest = [entry for entry in self._idle if entry not in mine]
             found: Wire | None = None
             while mine and found is None:
@@ -175,7 +174,7 @@ class HttpAnswer:
                     break
                 response.feed(await wire.receive())
         except OSError as error:
-            raise Cut(str(error) or type(error).__name__, sent=True) from error
+            raise _cut(error) from error
         if response.reusable:
             self._wire = None
             self._single.keep(wire)
@@ -197,6 +196,10 @@ class HttpAnswer:
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
+
+
+def _cut(error: OSError) -> Cut:
+    return Cut(str(error) or type(error).__name__, sent=True, slow=isinstance(error, TimeoutError))
 
 
 async def _send_blocks(wire: Wire, request: Request, *, chunked: bool) -> None:

@@ -78,7 +78,7 @@ class Response:
 
     def take(self) -> Iterator[bytes]:
         """What has come of the body. Raises `Malformed` when the connection ended in the middle of it."""
-        while self._next != "nothing":
+        while self.started and self._next != "nothing":
             if self._next in ("length", "chunk", "rest"):
                 if not self._buffer:
                     break
@@ -87,7 +87,7 @@ class Response:
                 break
             else:
                 self._after(line)
-        if self._closed and self._next != "nothing":
+        if self._closed and self.started and self._next != "nothing":
             if self._next != "rest":
                 raise Malformed("the connection ended in the middle of the answer")
             self._next = "nothing"

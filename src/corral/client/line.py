@@ -23,12 +23,17 @@ PATIENCE_S = 30.0
 BUSY = (429, 503)
 
 
-class Cut(ConnectionError):
-    """The connection could not be made (`sent` False) or broke off."""
+SLOW = 5
+"""How often an answer that does not come in time is asked for again."""
 
-    def __init__(self, message: str, *, sent: bool) -> None:
+
+class Cut(ConnectionError):
+    """The connection could not be made (`sent` False) or broke off; `slow`: it stands, but nothing came for a long time."""
+
+    def __init__(self, message: str, *, sent: bool, slow: bool = False) -> None:
         super().__init__(message)
         self.sent = sent
+        self.slow = slow
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Request:
     raw: bytes | None = None
     blocks: AsyncIterable[bytes] | None = None
     size: int | None = None
+    fresh: bool = False
+    """On a connection of its own: one that is being closed must not make the call doubtful."""
 
 
 class Answer(Protocol):
@@ -115,10 +122,15 @@ class Endpoint(Protocol):
 class Line:
     """See the module docstring."""
 
-    def __init__(self, endpoint: Endpoint, effects: Effects, busy_s: float = 0.0) -> None:
+    def __init__(self, endpoint: Endpoint, effects: Effects, busy_s: float = 0.0, limit_s: float | None = None) -> None:
         self.endpoint = endpoint
         self.effects = effects
-        self._busy_s = busy_s
+        self.busy_s = busy_s
+        self.limit_s = limit_s
+
+    def hurried(self, seconds: float) -> Line:
+        """The same, with patience for `seconds` only."""
+        return Line(self.endpoint, self.effects, min(self.busy_s, seconds), seconds)
 
     async def request(
         self,
@@ -140,7 +152,7 @@ class Line:
         fields = dict(headers or {})
         if method == "POST":
             fields.setdefault("Idempotency-Key", new_key())
-        request = Request(method, path, params or {}, fields, json, raw)
+        request = Request(method, path, params or {}, fields, json, raw, fresh=once)
         patience = _Patience(self)
         doubtful = False
         while True:
@@ -237,7 +249,9 @@ class Line:
             single = await self.endpoint.current()
             blocks = source()
             try:
-                answer = await single.send(Request(method, path, params or {}, {}, blocks=blocks, size=size))
+                answer = await single.send(
+                    Request(method, path, params or {}, {}, blocks=blocks, size=size, fresh=True)
+                )
                 try:
                     return await answer.document()
                 finally:
@@ -281,11 +295,16 @@ class _Patience:
         self._line = line
         self._since = time.monotonic()
         self._pause = 0.01
+        self._slow = 0
 
     async def after(self, cut: Exception) -> None:
         """Wait before the next attempt, or say that it is enough."""
-        endpoint = self._line.endpoint
-        if time.monotonic() - self._since >= endpoint.patience_s:
+        endpoint, limit = self._line.endpoint, self._line.limit_s
+        if isinstance(cut, Cut) and cut.slow and limit is None and self._slow < SLOW:
+            self._slow += 1
+            self._since = time.monotonic()
+        patience = endpoint.patience_s if limit is None else min(limit, endpoint.patience_s)
+        if time.monotonic() - self._since >= patience:
             if isinstance(cut, CorralError):
                 raise cut
             raise CorralError("node_unavailable", f"the service does not answer: {cut}", hint=endpoint.hint) from cut
@@ -300,7 +319,7 @@ class _Patience:
             return
         if error.status not in BUSY or not error.retryable:
             raise error
-        left = self._line._busy_s - (time.monotonic() - self._since)
+        left = self._line.busy_s - (time.monotonic() - self._since)
         seconds = max(self._pause, float(error.facts.get("retry_after_s") or 0))
         if seconds > left:
             raise error

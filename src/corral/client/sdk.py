@@ -343,7 +343,7 @@ class Sandbox:
     ) -> Exec:
         """Start it and go on. `stdin_open`: more input follows by `write`, until `close_stdin`."""
         document = encoded({"argv": argv, **request, "stdin_open": stdin_open})
-        return Exec(self._calls, drive(self._calls.start(f"{self._at}/execs", document)), 0)
+        return Exec(self._calls, drive(self._calls.start(f"{self._at}/execs", "/v1/execs", document)), 0)
 
     def delete(self) -> None:
         """End it; returns when it is terminated. Repeated: nothing."""
@@ -408,7 +408,7 @@ class Corral:
 
     def submit(self, **request: Unpack[RunRequest]) -> RunHandle:
         """Start a run and go on."""
-        return RunHandle(self._calls, drive(self._calls.start("/v1/runs", encoded(request))))
+        return RunHandle(self._calls, drive(self._calls.start("/v1/runs", "/v1/runs", encoded(request))))
 
     def request(self, method: str, path: str, json: Json | None = None, **params: Any) -> Json:
         """Any other route of the API, with the same repetitions."""
