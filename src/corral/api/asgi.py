@@ -27,6 +27,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 DRAIN_BYTES = 256 * 1024 * 1024
 DRAIN_S = 10.0
+STRANGER_BYTES, STRANGER_S = 1024 * 1024, 1.0
 OPEN_TO_ALL = ("/healthz", "/readyz")
 STREAMED = ("PUT",)
 """Methods whose handler reads the body itself, block by block."""
@@ -74,6 +75,8 @@ class Application:
         refusal = self._refusal(scope, request)
         if refusal is not None:
             unread = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+            if unread:
+                await _drain(receive, STRANGER_BYTES, STRANGER_S)
             await _answer(_problem(refusal, close=unread), receive, send, head)
             return
         reply = await self._reply(request, receive)
@@ -182,11 +185,11 @@ def _problem(error: CorralError, *, close: bool = False) -> Reply:
     return Reply(status, document, headers, media_type="application/problem+json")
 
 
-async def _drain(receive: Receive) -> None:
+async def _drain(receive: Receive, most: int = DRAIN_BYTES, seconds: float = DRAIN_S) -> None:
     """Read on and forget, for a while: an answer that is sent while the client still writes is lost when we close."""
-    left = DRAIN_BYTES
+    left = most
     try:
-        async with asyncio.timeout(DRAIN_S):
+        async with asyncio.timeout(seconds):
             while left > 0:
                 message = await receive()
                 left -= len(message.get("body", b""))

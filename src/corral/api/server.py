@@ -21,6 +21,8 @@ from corral.errors import CorralError
 KEEP_ALIVE_S = 5
 HEADERS_S = 10.0
 """How long the headers of a request may take, counted from the connection or from their first byte."""
+LINGER_S = 1.0
+"""How long one who was refused in the middle of sending has to read why."""
 MAX_CONNECTIONS = 4096
 MAX_MESSAGE = 2 * 1024 * 1024
 """Bytes of one message of a WebSocket; more than its window of input, encoded."""
@@ -58,6 +60,7 @@ class PatientProtocol(H11Protocol):
     """HTTP/1.1 that waits for headers a while, holds so many connections, and refuses in the API's own words."""
 
     _waiting: asyncio.TimerHandle | None = None
+    _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -67,6 +70,8 @@ class PatientProtocol(H11Protocol):
         self._wait()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         super().data_received(data)
         if (
             self.transport.is_closing()
@@ -125,7 +130,15 @@ class PatientProtocol(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         self._stop_waiting()
-        self.transport.close()
+        # Who still sends would lose the answer by a close; so it is read on a while, and forgotten.
+        self._refused = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._waiting = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def eof_received(self) -> None:
+        if self._refused:
+            self.transport.close()
 
 
 def make_server(application: Any, tls: ssl.SSLContext | None = None) -> uvicorn.Server:

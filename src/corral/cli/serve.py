@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 import signal
 import socket
 import threading
@@ -25,6 +26,7 @@ DRAIN_S = 10.0
 PATIENCE_S = 2.0
 """How long a state directory that is owned is waited for: most commands are over sooner."""
 KEY_FILE = "admin.key"
+OPEN_FILES = 65_536
 
 
 @click.command()
@@ -47,6 +49,7 @@ def command(host: str, port: int, tls_cert: str | None, tls_key: str | None, uns
     tls = Tls(tls_cert, tls_key).context() if tls_cert is not None and tls_key is not None else None
     settings = config.load()
     given = os.environ.get(VARIABLE)
+    _allow_files()
     listener = bind(host, port)
     try:
         check_reach(listener, tls is not None, unsafe_plaintext)
@@ -78,6 +81,14 @@ def command(host: str, port: int, tls_cert: str | None, tls_key: str | None, uns
             owner.close()
     finally:
         listener.close()
+
+
+def _allow_files() -> None:
+    """Each connection and each exec needs open files; what the system allows is not what a shell gives. Sandboxes have their own limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _stopping:

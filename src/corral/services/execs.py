@@ -357,11 +357,17 @@ class Execs:
                         lost = {"stream": item.stream, "offset": item.offset, "bytes": item.bytes}
                         yield StreamEvent("gap", None, item.offset, b"", lost)
         except CorralError as error:
-            if error.code != "not_found":
+            if error.code not in ("not_found", "cursor_gone") or "bytes" in error.facts:
                 raise
-            for name in ("stdout", "stderr"):  # the spool is gone: say how much there was
-                if missing := int(((row.result or {}).get(name) or {}).get("produced", 0)):
-                    yield StreamEvent("gap", None, 0, b"", {"stream": name, "offset": 0, "bytes": missing})
+            result = row.result or {}
+            missing = {name: int((result.get(name) or {}).get("produced", 0)) for name in ("stdout", "stderr")}
+            if cursor is not None and any(missing.values()):
+                hint = "begin again without a cursor: gaps then say what is gone"
+                detail = "the output is no longer kept"
+                raise CorralError("cursor_gone", detail, hint=hint, bytes=sum(missing.values())) from error
+            for name, size in missing.items():  # the spool is gone: say how much there was
+                if size:
+                    yield StreamEvent("gap", None, 0, b"", {"stream": name, "offset": 0, "bytes": size})
         finally:
             close = getattr(source, "aclose", None)
             if close is not None:
