@@ -6,10 +6,12 @@ import base64
 import contextlib
 import hashlib
 import http.client
+import io
 import json
 import os
 import shutil
 import socket
+import tarfile
 import tempfile
 import threading
 import time
@@ -515,6 +517,17 @@ def test_move_renames_replaces_on_demand_and_crosses_file_systems(box: Box) -> N
     assert into.status == 422
 
 
+def test_a_move_that_is_asked_for_again_with_its_key_answers_the_same(box: Box) -> None:
+    box.put("a", b"1")
+    key = {"Idempotency-Key": f"k-{box.via}-{box.sandbox_id}"}
+    first = box.call("POST", "/move", headers=key, document={"from": "a", "to": "b"})
+    again = box.call("POST", "/move", headers=key, document={"from": "a", "to": "b"})
+    assert (first.status, again.status) == (200, 200) and first.document == again.document
+    other = box.call("POST", "/move", headers=key, document={"from": "b", "to": "c"})
+    assert (other.status, other.document["code"]) == (409, "idempotency_conflict")
+    assert box.listing(".") == ["/workspace/b"]
+
+
 def test_mkdir_makes_parents_and_takes_an_existing_one(box: Box) -> None:
     made = box.call("POST", "/mkdir", document={"path": "p/q/r", "mode": "0700"}).document
     assert (made["type"], made["mode"], made["path"]) == ("dir", "0700", "/workspace/p/q/r")
@@ -596,6 +609,62 @@ def test_a_path_that_is_swapped_for_a_link_meanwhile_never_shows_the_host(box: B
     finally:
         box.transport.request("POST", f"/v1/execs/{started['id']}/cancel", {})
     assert sorted(os.listdir(tmp_path)) == ["canary"] and canary.read_text() == "of the host"
+
+
+def tar_of(*members: tuple[str, bytes, str, bytes]) -> bytes:
+    """(name, type, link, content) of each member."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, kind, link, content in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname, member.size = kind, link, len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("members", "entry"),
+    [
+        ([("../x", tarfile.REGTYPE, "", b"x")], "../x"),
+        ([("/abs", tarfile.REGTYPE, "", b"x")], "/abs"),
+        ([("l", tarfile.SYMTYPE, "CANARY", b""), ("l/f", tarfile.REGTYPE, "", b"x")], "l/f"),
+        ([("l", tarfile.SYMTYPE, "/", b""), ("l/etc/x", tarfile.REGTYPE, "", b"x")], "l/etc/x"),
+        ([("h", tarfile.LNKTYPE, "../../etc/passwd", b"")], "h"),
+        ([("null", tarfile.CHRTYPE, "", b"")], "null"),
+        ([("pipe", tarfile.FIFOTYPE, "", b"")], "pipe"),
+    ],
+)
+def test_an_archive_that_leads_out_is_refused_naming_the_entry(
+    box: Box, tmp_path: Path, members: list[tuple[str, bytes, str, bytes]], entry: str
+) -> None:
+    given = [(name, kind, str(tmp_path) if link == "CANARY" else link, data) for name, kind, link, data in members]
+    answer = box.call("PUT", "/archive", tar_of(*given), path=".")
+    assert (answer.status, answer.document["code"], answer.document["entry"]) == (422, "invalid_value", entry)
+    assert os.listdir(tmp_path) == []
+    assert {item["type"] for item in box.call("GET", "/list", path=".").document["items"]} <= {"symlink"}
+
+
+def test_a_link_over_which_an_archive_writes_is_replaced_not_followed(box: Box, tmp_path: Path) -> None:
+    link, file = ("f", tarfile.SYMTYPE, str(tmp_path / "f"), b""), ("f", tarfile.REGTYPE, "", b"inside")
+    assert box.call("PUT", "/archive", tar_of(link, file), path=".").status == 200
+    assert box.get("f").body == b"inside" and box.stat("f", follow=False).document["type"] == "file"
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_archive_of_more_than_the_disk_holds_is_refused_in_little_memory(box: Box) -> None:
+    box.sh("dd if=/dev/zero of=/workspace/fill bs=1M count=200")
+
+    def blocks() -> Iterator[bytes]:
+        member = tarfile.TarInfo("big")
+        member.size = 4 << 30
+        yield member.tobuf()
+        for _ in range(100):
+            yield bytes(1 << 20)
+
+    with Peak() as peak:
+        answer = box.call("PUT", "/archive", blocks(), path=".")
+    assert (answer.status, answer.document["code"]) == (413, "too_large"), answer.body
+    assert peak.growth < 48 << 20
 
 
 # -- large files ---------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from corral.api.calls import (
     Request,
     document_of,
     flag_of,
+    idempotency_of,
     integer_of,
     until_stop,
 )
@@ -227,6 +228,7 @@ async def move_file(services: Services, request: Request, sandbox_id: str) -> Re
         overwrite=_truth(document, "overwrite", False),
         user=_user(document),
         lease=request.headers.get("corral-lease"),
+        idempotency=idempotency_of(request, f"POST /v1/sandboxes/{sandbox_id}/files/move", document),
     )
     return Reply(200, entry(info))
 

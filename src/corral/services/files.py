@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import datetime
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from corral.domain.guard import check_user
-from corral.domain.records import SandboxView
+from corral.domain.records import Idempotency, SandboxView
 from corral.errors import CorralError
 from corral.ports.node import FileBlocks, FileEvent, FileEvents, FileInfo, Node
 from corral.services.control import Core
@@ -20,6 +21,7 @@ Json = dict[str, Any]
 T = TypeVar("T")
 _EARLIEST = -62_135_596_800 * 10**9
 _LATEST = 253_402_300_800 * 10**9 - 1
+RECENT = 1000
 GONE = ("sandbox_deleted", "sandbox_lost", "not_found")
 
 
@@ -29,6 +31,8 @@ class Files:
     def __init__(self, core: Core, sandboxes: Sandboxes) -> None:
         self._core = core
         self._sandboxes = sandboxes
+        self._recent: dict[tuple[str, str, str], tuple[str, asyncio.Future[FileInfo]]] = {}
+        """Moves by their keys, of this process: one that is asked for again after a broken connection is not done again."""
 
     async def _usable(self, caller: Caller, sandbox_id: str, user: str, lease: str | None = None) -> SandboxView:
         view = await self._sandboxes.usable(caller, sandbox_id, lease)
@@ -128,11 +132,32 @@ class Files:
         overwrite: bool,
         user: str,
         lease: str | None,
+        idempotency: Idempotency | None = None,
     ) -> FileInfo:
-        """Rename, also across file systems; never into a directory."""
+        """Rename, also across file systems; never into a directory. With a key that was used: the same answer."""
         view = await self._usable(caller, sandbox_id, user, lease)
-        work = self._node.move_file(instance_of(view), fence_of(view), source, target, overwrite=overwrite, user=user)
-        return await self._met(work, sandbox_id)
+
+        async def work() -> FileInfo:
+            to = (instance_of(view), fence_of(view), source, target)
+            return await self._met(self._node.move_file(*to, overwrite=overwrite, user=user), sandbox_id)
+
+        return await (work() if idempotency is None else self._once(idempotency, work))
+
+    async def _once(self, asked: Idempotency, work: Callable[[], Coroutine[Any, Any, FileInfo]]) -> FileInfo:
+        name = (asked.tenant_id, asked.route, asked.key)
+        digest, answer = self._recent.get(name, (asked.body_digest, None))
+        if digest != asked.body_digest:
+            raise CorralError("idempotency_conflict", "this Idempotency-Key was used with another body")
+        if answer is None:
+            answer = self._core.spawn(work(), f"move of {asked.route}")
+            self._recent[name] = (digest, answer)
+            if len(self._recent) > RECENT:
+                del self._recent[next(iter(self._recent))]
+        try:
+            return await asyncio.shield(answer)
+        except CorralError:
+            self._recent.pop(name, None)  # nothing was done
+            raise
 
     async def make_directory(
         self,
