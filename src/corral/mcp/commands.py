@@ -23,7 +23,7 @@ from corral.mcp.backend import Backend
 
 FIRST_S = 0.5
 """How long a start waits for the end itself: most commands are over by then and cost one call."""
-WINDOW = 1 << 19
+WINDOW = 1 << 18
 LOOK_S = 1.0
 CANCEL_S = 20.0
 

@@ -49,8 +49,8 @@ class _Guarded:
         self._accepts = accepts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Beside PATH there is nothing (404), and a client that looks for OAuth has to find that out.
-        guarded = scope["type"] == "http" and scope["path"] == PATH
+        # A client that looks for OAuth has to find out that there is none (404).
+        guarded = scope["type"] == "http" and not scope["path"].startswith("/.well-known/")
         if guarded and not self._accepts(Headers(scope=scope).get("authorization", "")):
             error = CorralError(
                 "unauthorized", "this MCP server needs its key", hint="send the header Authorization: Bearer KEY"

@@ -23,7 +23,7 @@ from corral.mcp.commands import Command
 
 GONE = frozenset({"sandbox_lost", "sandbox_deleted", "lease_lost", "guest_lost"})
 """Codes and reasons after which a sandbox is of no use."""
-MOST_COMMANDS = 64
+MOST_COMMANDS = 32
 DELETE_WAIT_S = 20
 SWEEP_S = 15.0
 
