@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import os
 import socket
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 Progress = Callable[[str, float | None], None]
 Log = Callable[[str], None]
 SOCKET = "api.sock"
+STALLED_S = 5.0
+"""How long an owner that wants to end waits for a transfer that does not move."""
 T = TypeVar("T")
 
 
@@ -146,7 +149,49 @@ class Owner:
             await asyncio.wait(calls, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Stop accepting, finish what must not be left half-done, journal, let the directory go. Idempotent."""
+        """Stop accepting, finish what must not be left half-done, journal, let the directory go. Idempotent.
+
+        Transfers of other processes come first: the next owner could not go on with them. Meanwhile all is served as before.
+        """
+        if self._closed:
+            return
+        try:
+            if not self._hand_on:
+                self._call(self._finish_transfers())
+        except CorralError:
+            pass  # the loop is ending already
+        finally:
+            self._close()
+
+    async def _finish_transfers(self) -> None:
+        """Until no transfer of another process is under way that moves; afterwards nobody finds our socket any more."""
+        stalled: set[asyncio.Task[Any]] = set()
+        while self._servers:
+            await self._let_move(stalled)
+            _hide_socket(self._settings.state_dir)
+            for _ in range(10):  # who had connected before is served
+                await asyncio.sleep(0)
+            if set(self._transfers()) <= stalled:
+                return
+            _show_socket(self._settings.state_dir)
+
+    async def _let_move(self, stalled: set[asyncio.Task[Any]]) -> None:
+        waiting = set(self._transfers()) - stalled
+        moved, until = -1, 0.0
+        while waiting:
+            now, counts = self._loop.time(), self._transfers()
+            seen = sum(counts.get(task, 0) for task in waiting)
+            if seen != moved:
+                moved, until = seen, now + STALLED_S
+            elif now >= until:
+                stalled |= waiting
+                return
+            _, waiting = await asyncio.wait(waiting, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+
+    def _transfers(self) -> dict[asyncio.Task[Any], int]:
+        return {task: count for application in self._applications for task, count in application.transfers.items()}
+
+    def _close(self) -> None:
         if self._closed:
             return
         self._closed = True
@@ -179,6 +224,9 @@ class Owner:
             await asyncio.wait(serving, timeout=2.0)
             for task in serving:
                 task.cancel()
+        for server, _ in self._servers:
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()  # whoever waits for an answer asks the next owner
         if self._listener is not None:
             self._listener.close()
         if self._node is not None:
@@ -186,12 +234,13 @@ class Owner:
         if self._store is not None:
             await self._store.close()
         mine = asyncio.current_task()
-        rest = [task for task in asyncio.all_tasks() if task is not mine]
-        for task in rest:
-            task.cancel()
-        if rest:
-            await asyncio.wait(rest, timeout=2.0)
-        await self._loop.shutdown_asyncgens()
+        for _ in range(2):  # what is cancelled may leave generators, and these have to end too
+            rest = [task for task in asyncio.all_tasks() if task is not mine]
+            for task in rest:
+                task.cancel()
+            if rest:
+                await asyncio.wait(rest, timeout=2.0)
+            await self._loop.shutdown_asyncgens()
 
     # -- calls of this process (client.owner) ------------------------------------------------------------------------------------
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -278,11 +327,21 @@ def bind_socket(state_dir: str) -> socket.socket:
     return listener
 
 
+def _hide_socket(state_dir: str) -> None:
+    """Who comes from now on waits for the next owner, unless we show it again."""
+    with contextlib.suppress(OSError):
+        os.rename(os.path.join(state_dir, SOCKET), os.path.join(state_dir, f"{SOCKET}.hidden"))
+
+
+def _show_socket(state_dir: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rename(os.path.join(state_dir, f"{SOCKET}.hidden"), os.path.join(state_dir, SOCKET))
+
+
 def _unlink_socket(state_dir: str) -> None:
-    try:
-        os.unlink(os.path.join(state_dir, SOCKET))
-    except OSError:
-        pass
+    for name in (SOCKET, f"{SOCKET}.hidden"):
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(state_dir, name))
 
 
 # -- concrete parts ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -416,3 +417,62 @@ def test_the_data_cache_is_by_content(tmp_path: Path) -> None:
     source.write_text("a: [")
     with pytest.raises(CorralError):
         config.data_document(str(source), str(cache))
+
+
+SLOW = """
+import io, tarfile
+id = sys.stdin.readline().strip()
+def archive():
+    header = tarfile.TarInfo("big")
+    header.size = 40 * 262144
+    yield header.tobuf()
+    for n in range(40):
+        if n == 2:
+            say("under way")
+        time.sleep(0.05)
+        yield bytes(262144)
+    yield bytes(1024)
+t.upload(f"/v1/sandboxes/{id}/files/archive", archive(), {"path": "/workspace"})
+size = 0
+for block in t.download(f"/v1/sandboxes/{id}/files/archive", {"path": "/workspace/big"}):
+    if size < 262144 <= size + len(block):
+        say("under way")
+    size += len(block)
+    time.sleep(0.01)
+say([t.is_owner, size >= 40 * 262144])
+t.close()
+"""
+
+
+def test_an_owner_that_ends_waits_for_the_transfers_of_others(bubblewrap: Path) -> None:
+    with open_embedded_closing(bubblewrap) as keeper:
+        made = keeper.request("POST", "/v1/sandboxes", {})["id"]
+        client = child(SLOW)
+        assert client.stdin is not None
+        client.stdin.write(f"{made}\n")
+        client.stdin.flush()
+        assert said(client) == "under way"
+    # The upload came whole, though its owner wanted to end in the middle; the next owner has the download, unless it is the client.
+    with open_embedded_closing(bubblewrap):
+        assert said(client) == "under way"
+    whole = said(client)
+    ended(client)
+    assert whole[1] is True
+
+
+def test_a_transfer_that_nobody_reads_does_not_keep_an_owner(bubblewrap: Path) -> None:
+    content = base64.b64encode(bytes(8_000_000)).decode()
+    with open_embedded_closing(bubblewrap) as keeper:
+        made = keeper.request("POST", "/v1/sandboxes", {"files": [{"path": "big", "base64": content}]})["id"]
+        code = f"""
+        blocks = t.download("/v1/sandboxes/{made}/files/archive", {{"path": "/workspace/big"}})
+        next(blocks)
+        say("stuck")
+        sys.stdin.readline()
+        """
+        client = child(code)
+        assert said(client) == "stuck"
+        began = time.monotonic()
+    assert time.monotonic() - began < 60
+    client.kill()
+    client.communicate()

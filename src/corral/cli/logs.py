@@ -11,6 +11,7 @@ from corral.cli.connection import opened
 from corral.cli.following import Following, Interrupts
 from corral.client import Transport
 from corral.client.transport import quote
+from corral.errors import CorralError
 
 STREAMS = ("stdout", "stderr")
 
@@ -31,11 +32,23 @@ def command(interrupts: Interrupts, ident: str, stream: str | None, follow: bool
             terminal.put_json({"id": ident} | {name: _whole(transport, path, name, follow) for name in wanted})
         elif follow and stream is None:
             Following(transport, interrupts, kind, ident).pass_through()
+        elif follow:
+            _follow(transport, path, str(stream))
         else:
             for name in STREAMS if stream is None else (stream,):
                 descriptor = 2 if stream is None and name == "stderr" else 1
                 for block in transport.download(f"{path}/logs", {"stream": name, "follow": follow}):
                     terminal.write(descriptor, block)
+
+
+def _follow(transport: Transport, path: str, stream: str) -> None:
+    """By events, as a stream goes on where another owner of the state directory takes over; a download does not."""
+    for event in transport.stream(f"{path}/stream"):
+        if event.kind == stream:
+            terminal.write(1, event.data)
+        elif event.kind == "gap" and event.doc is not None and event.doc.get("stream") == stream:
+            detail = f"{event.doc.get('bytes')} bytes of {stream} were not kept long enough to be passed on"
+            raise CorralError("cursor_gone", detail, hint="read what is kept with corral logs, without --follow")
 
 
 def _whole(transport: Transport, path: str, stream: str, follow: bool) -> words.Json:

@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -248,9 +249,10 @@ class Namespaces:
     def __init__(self) -> None:
         self._made: dict[int, int] = {}
         self._guard = threading.Lock()
+        weakref.finalize(self, _close_all, self._made)
 
     def of(self, base: int) -> int:
-        """The descriptor of the namespace whose first host id is `base`; it stays open as long as this process lives."""
+        """The descriptor of the namespace whose first host id is `base`; it stays open as long as this object lives."""
         with self._guard:
             if base in self._made:
                 return self._made[base]
@@ -260,6 +262,11 @@ class Namespaces:
         if kept != fd:
             os.close(fd)
         return kept
+
+
+def _close_all(made: dict[int, int]) -> None:
+    while made:
+        os.close(made.popitem()[1])
 
 
 def make_run_directory(path: str = RUN) -> None:

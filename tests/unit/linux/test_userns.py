@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
@@ -158,17 +159,22 @@ class TestAsRoot:
         namespaces = userns.Namespaces()
         fd = namespaces.of(base)
         assert namespaces.of(base) == fd
-        try:
-            read = "cat /proc/self/uid_map; echo --; cat /proc/self/gid_map"
-            said = subprocess.run(
-                ["nsenter", f"--user=/proc/self/fd/{fd}", "--preserve-credentials", "sh", "-c", read],
-                pass_fds=[fd],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.split("--")
-        finally:
-            os.close(fd)
+        read = "cat /proc/self/uid_map; echo --; cat /proc/self/gid_map"
+        said = subprocess.run(
+            ["nsenter", f"--user=/proc/self/fd/{fd}", "--preserve-credentials", "sh", "-c", read],
+            pass_fds=[fd],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split("--")
+        kept = os.readlink(f"/proc/self/fd/{fd}")
+        del namespaces  # who opens and closes the state directory many times keeps no descriptor of each time
+        gc.collect()
+        assert kept not in [
+            os.readlink(f"/proc/self/fd/{n}")
+            for n in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{n}")
+        ]
         expected = [["0", str(base), "65536"]]
         assert [[line.split() for line in part.strip().splitlines()] for part in said] == [expected, expected]
 
