@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 from corral.api.calls import MAX_WAIT_S
+from corral.api.files import MAX_PAGE
 from corral.api.routes import MAX_OFFSET, ROUTES
 from corral.domain.facts import Usage
 from corral.domain.limits import LIMIT_NAMES
@@ -34,6 +35,7 @@ from corral.domain.values import MAX_PATH, MAX_PIDS, MIN_PIDS
 from corral.errors import CODES
 
 Json = dict[str, Any]
+MAX_LIST = 1000
 REASONS = sorted({*ORDER, *NO_OUTCOME})
 
 
@@ -387,7 +389,7 @@ QUERY: dict[str, Json] = {
     "view": {"enum": ["full", "agent"]},
     "output": {"enum": ["full", "none"]},
     "chars": {"type": "integer", "minimum": 200, "maximum": 1_000_000},
-    "limit": {"type": "integer", "minimum": 1, "maximum": 1000},
+    "limit": {"type": "integer", "minimum": 1},
     "after": {"type": "string", "description": "`next` of the page before."},
     "all": _CHOICE_BOOL,
     "fresh": _CHOICE_BOOL,
@@ -437,6 +439,8 @@ class Operation:
     body_needed: bool = True
     open: bool = False
     """Needs no key."""
+    page: int = MAX_LIST
+    """The most that `limit` may say."""
 
 
 _RUN, _EXEC, _BOX = "/v1/runs/{run_id}", "/v1/execs/{exec_id}", "/v1/sandboxes/{sandbox_id}"
@@ -480,9 +484,9 @@ OPERATIONS: dict[str, Operation] = {
     f"DELETE {_FILES}": Operation("Delete a file or directory", {200: "Nothing"}, (*FILE, "recursive"), (LEASE,)),
     f"GET {_FILES}/stat": Operation("What lies at a path", {200: "Entry"}, (*FILE, "follow")),
     f"GET {_FILES}/list": Operation(
-        "What lies in a directory", {200: "EntryPage"}, (*FILE, "recursive", "limit", "after")
+        "What lies in a directory", {200: "EntryPage"}, (*FILE, "recursive", "limit", "after"), page=MAX_PAGE
     ),
-    f"POST {_FILES}/move": Operation("Rename", {200: "Entry"}, (), (LEASE,), "MoveRequest"),
+    f"POST {_FILES}/move": Operation("Rename", {200: "Entry"}, (), (KEY, LEASE), "MoveRequest"),
     f"POST {_FILES}/mkdir": Operation("Make a directory", {200: "Entry"}, (), (LEASE,), "MkdirRequest"),
     f"GET {_FILES}/watch": Operation("Changes below a path, as they happen", {200: EVENTS}, (*FILE, "recursive")),
     f"GET {_EXEC}": Operation("An exec and its result", {200: "Exec"}, ("wait", *RESULT_VIEW)),
@@ -520,7 +524,8 @@ def _operation(name: str, operation: Operation, pattern: str, ident: str) -> Jso
     parameters: list[Json] = [
         {"name": n, "in": "path", "required": True, "schema": IDENT if n.endswith("_id") else TEXT} for n in path_names
     ]
-    parameters += [{"name": n, "in": "query", "schema": QUERY[n]} for n in operation.query]
+    known = {**QUERY, "limit": {**QUERY["limit"], "maximum": operation.page}}
+    parameters += [{"name": n, "in": "query", "schema": known[n]} for n in operation.query]
     parameters += [{"name": n, "in": "header", "schema": HEADERS[n]} for n in operation.headers]
     responses: Json = {}
     for status, what in operation.answers.items():
