@@ -127,6 +127,10 @@ class Watchers:
             return None
         return max(0.0, asyncio.get_running_loop().time() - self._left[key])
 
+    def deserted(self, seconds: float) -> list[str]:
+        """Expected keys without a client for so long, their grace over."""
+        return [key for key in self._left if key not in self._count and self.alone_s(key) >= seconds]
+
     def forget(self, key: str) -> None:
         """The thing has ended."""
         self._left.pop(key, None)

@@ -139,9 +139,10 @@ class Upkeep:
         for run in self._executor.in_flight:
             if run.attached and run.cancel_requested is None and core.watchers.alone_s(run.run_id) >= patience_s:
                 await self._executor.cancel(Caller(run.tenant_id, run.owner), run.run_id, "client_gone")
-        for record in await core.store.open_execs():
-            alone = record.attached and record.cancel_requested is None
-            if alone and core.watchers.alone_s(record.exec_id) >= patience_s:
+        # Not all open ones from the store: an exec's row holds its input, and this comes round every second.
+        for exec_id in core.watchers.deserted(patience_s):
+            record = await core.store.get_exec(exec_id, None)
+            if record is not None and record.state in OPEN_EXEC and record.cancel_requested is None:
                 view = await self._lifecycle.view(record.sandbox_id)
                 caller = Caller(view.sandbox.tenant_id)
                 core.spawn(self._sandboxes.cancel_exec(caller, record.exec_id, "client_gone"), record.exec_id)

@@ -292,6 +292,23 @@ async def test_an_attached_exec_ends_when_its_client_is_gone(world, until):
     assert await state_of(world, made["id"]) == "leased"
 
 
+async def test_looking_after_attached_execs_does_not_read_what_runs(world, until, monkeypatch):
+    made = await make(world)
+    watched = (await run(world, made["id"], "sleep", wait=0)).document["id"]
+    exec_id = (await run(world, made["id"], "sleep", attached=True, wait=0)).document["id"]
+
+    async def too_much(*args):
+        raise AssertionError("reads the input of every exec that runs")
+
+    monkeypatch.setattr(world.store, "open_execs", too_much)
+
+    async def ended():
+        return (await world.call("GET", f"/v1/execs/{exec_id}")).document["state"] == "ended"
+
+    await until(ended)
+    assert (await world.call("GET", f"/v1/execs/{watched}")).document["state"] == "running"
+
+
 async def test_archives_go_in_and_out(world):
     made = await make(world)
     reply = await world.call("GET", f"/v1/sandboxes/{made['id']}/files/archive", path="/workspace/a")
