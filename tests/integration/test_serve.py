@@ -249,6 +249,12 @@ def test_tls_serves_https_and_bad_files_are_named(state: Path, above: Path) -> N
     assert str(key) in swapped.ended(None)[1] and swapped.process.returncode == 125
 
 
+def test_two_replicas_on_one_sqlite_file_are_refused(state: Path) -> None:
+    server = Server(state, "--replicas", "2")
+    assert "one SQLite file has one server" in server.ended(None)[1] and server.process.returncode == 125
+    assert not state.exists()
+
+
 def test_a_port_that_is_taken_is_said(state: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -13,6 +13,7 @@ from typing import Any
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from corral.api.asgi import MAX_HEADERS
 from corral.api.problems import problem
@@ -152,7 +153,7 @@ def make_server(application: Any, tls: ssl.SSLContext | None = None) -> uvicorn.
             loop="none",
             http=PatientProtocol,
             h11_max_incomplete_event_size=MAX_HEADERS,
-            ws="websockets-sansio",
+            ws=WebSocketsSansIOProtocol,  # named here, so that it is imported with this module and not on the event loop
             ws_max_size=MAX_MESSAGE,
             ws_per_message_deflate=False,
             proxy_headers=False,

@@ -39,17 +39,24 @@ OPEN_FILES = 65_536
 @click.option(
     "--unsafe-plaintext", is_flag=True, help="Serve beyond this host without TLS: the key can be read on the way."
 )
-def command(host: str, port: int, tls_cert: str | None, tls_key: str | None, unsafe_plaintext: bool) -> None:
+@click.option("--replicas", type=click.IntRange(1), default=1, help="More than one needs PostgreSQL.")
+def command(
+    host: str, port: int, tls_cert: str | None, tls_key: str | None, unsafe_plaintext: bool, replicas: int
+) -> None:
     """Serve the API until a signal says stop. Each call needs the key: Authorization: Bearer KEY (CORRAL_KEY for clients)."""
     from corral.api.keys import VARIABLE, open_key
     from corral.api.server import Tls
 
+    if replicas > 1:
+        hint = "leave --replicas out; any number of commands and clients share the one server"
+        raise CorralError("not_supported_yet", "one SQLite file has one server", hint=hint, field="--replicas")
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
     tls = Tls(tls_cert, tls_key).context() if tls_cert is not None and tls_key is not None else None
     settings = config.load()
     given = os.environ.get(VARIABLE)
     _allow_files()
+    _show_failures()
     listener = bind(host, port)
     try:
         check_reach(listener, tls is not None, unsafe_plaintext)
@@ -89,6 +96,16 @@ def _allow_files() -> None:
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _show_failures() -> None:
+    """What the server below the API could not handle is said, where a command would keep quiet."""
+    import logging
+
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.ERROR)
+    handler.setFormatter(logging.Formatter("corral: %(message)s"))
+    logging.getLogger("uvicorn.error").addHandler(handler)
 
 
 class _stopping:
