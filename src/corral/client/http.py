@@ -271,8 +271,8 @@ def _text(value: Any) -> str:
 def _event(text: bytes) -> Event | None:
     """One server-sent event; None for a comment."""
     kind, cursor, data = "", None, ""
-    for line in text.decode("utf-8").splitlines():
-        name, _, value = line.partition(":")
+    for line in text.decode("utf-8").split("\n"):
+        name, _, value = line.rstrip("\r").partition(":")
         value = value.removeprefix(" ")
         if name == "event":
             kind = value
