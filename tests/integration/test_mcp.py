@@ -30,7 +30,7 @@ from furnished import furnish
 
 PROGRAM = [sys.executable, "-c", "from corral.cli.main import main; main()"]
 KEY = "a key that is long enough".replace(" ", "-")
-PATIENCE_S = 120
+PATIENCE_S = 240
 DOORS = ["in process", "stdio", "http"]
 
 
@@ -184,7 +184,10 @@ async def test_bytes_and_big_output_come_whole_or_say_what_is_missing(state: Pat
         await client.call_tool("file_write", {"path": "b", "content": content, "encoding": "base64"})
         read = await client.call_tool("file_read", {"path": "b"})
         assert base64.b64decode(read.content[1].resource.blob) == data  # type: ignore[union-attr]
-        big = await client.call_tool("code_run", {"code": "for n in range(300000): print('line', n)"})
+        big = await client.call_tool(
+            "code_run",
+            {"code": "for n in range(300000): print('line', n)", "timeout_s": PATIENCE_S, "wait_s": PATIENCE_S},
+        )
         assert big.structured_content is not None
         output = big.structured_content["output"]
         assert len(output) <= 8000 and "omitted" in output and output.startswith("line 0\n") and "line 299999" in output
