@@ -136,6 +136,7 @@ class Guest:
         if options.same_uid:
             # The guest keeps its capability, execs get none: that alone keeps them from tracing it.
             kernel.clear_ambient()
+        kernel.clear_inheritable()
         if not options.unsafe_dumpable:
             kernel.set_dumpable(False)
         # A background job of a shell ignores SIGINT and SIGQUIT, and so would everything inside: programs begin with the defaults.

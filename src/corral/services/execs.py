@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -188,8 +189,34 @@ class Execs:
         """Start (or find) the exec, wait for its end, take its files; -> what happened. Writes the row's states, not its result.
 
         `outputs` None = do not look at files; `mark`: what is found is the base of the next exec's changes. Never raises for what
-        happens to the exec.
+        happens to the exec, nor for a fault of ours: the exec is then ended, and its outcome is `infra_error`.
         """
+        try:
+            return await self._supervise(record, instance_id, spec, modes, outputs, into, watch, mark)
+        except Exception as error:
+            if isinstance(error, CorralError) and error.code == "shutting_down":
+                raise
+            self._core.log(f"{record.exec_id}: {traceback.format_exc()}")
+            ended = True
+            try:
+                await self._core.node.end_exec(record.exec_id, "cancelled")
+            except CorralError as refused:
+                ended = refused.code == "not_found"  # else its sandbox goes
+            why = f"an unexpected {type(error).__name__} in the service"
+            facts = ExecFacts(None, infra=why, killed_all=ended)
+            return Outcome(facts, judge(facts, spec.limits, modes, spec.cwd), None, [])
+
+    async def _supervise(
+        self,
+        record: ExecRecord,
+        instance_id: str,
+        spec: ExecSpec,
+        modes: LimitModes,
+        outputs: tuple[str, ...] | None,
+        into: str,
+        watch: Stopwatch,
+        mark: bool,
+    ) -> Outcome:
         end = self._ends.setdefault(record.exec_id, _End(record))
         try:
             facts = await self._attempt(record, instance_id, spec, end, watch)

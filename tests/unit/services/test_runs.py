@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 PRINT = {"command": ["print", "你好", "42"]}
 SLEEP = {"command": ["sleep"]}
 
@@ -281,3 +283,26 @@ async def test_the_running_time_is_not_below_the_last_time_of_the_timeline(world
     made.end(ExecFacts(True, 0))
     result = (await world.call("GET", f"/v1/runs/{run_id}", wait=10)).document["result"]
     assert result["timings"]["running_ms"] >= result["timeline"][-1]["t_ms"] == 8
+
+
+@pytest.mark.parametrize("where", ["start_exec", "wait_exec"])
+async def test_a_fault_of_ours_ends_the_exec_and_everybody_who_waits_for_it(world, monkeypatch, where):
+    async def broken(*_, **__):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(world.node, where, broken)
+    reply = await asyncio.wait_for(world.call("POST", "/v1/runs", PRINT), 10)
+    result = reply.document["result"]
+    assert (result["reason"], result["started"], result["exit_code"]) == ("infra_error", None, None)
+    assert "RuntimeError" in result["hint"]
+    stream = await world.call("GET", f"/v1/runs/{reply.document['id']}/stream")
+    kinds = [event.kind async for event in stream.events]
+    assert kinds[-1] == "ended"
+    sandbox = (await world.call("POST", "/v1/sandboxes", {})).document["id"]
+    reply = await asyncio.wait_for(
+        world.call("POST", f"/v1/sandboxes/{sandbox}/execs", {"argv": ["print"]}, wait=30), 10
+    )
+    assert (reply.document["state"], reply.document["result"]["reason"]) == ("lost", "infra_error")
+    view = await world.store.get_sandbox(sandbox, None)
+    assert view.sandbox.state in ("leased", "sanitizing", "terminated")
+    assert await world.store.open_execs() == []
