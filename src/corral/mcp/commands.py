@@ -170,7 +170,7 @@ class Command:
 
         def settle() -> None:
             if ending is not None and self.document.get("result") is None:
-                self.document = {**self.document, "result": ending.get("result")}
+                self.document = {**self.document, "result": without_output(ending.get("result"))}
             if not self.ended:
                 self.failure = failure or CorralError("infra_error", "the command's output ended before the command")
             over.set()
@@ -226,7 +226,14 @@ class Command:
         with anyio.move_on_after(CANCEL_S, shield=True):
             answer = await self._backend.request("POST", f"{self.path}/cancel")
             if answer.get("result") is not None:
-                self.document = answer
+                self.document = {**answer, "result": without_output(answer["result"])}
+
+
+def without_output(result: Json | None) -> Json | None:
+    """A result to remember: the kept output can be large, and the window has what is shown of it."""
+    if result is None:
+        return None
+    return {**result, **{name: {**result[name], "text": None, "base64": None} for name in ("stdout", "stderr")}}
 
 
 async def start(backend: Backend, sandbox_id: str, title: str, request: Json, wait_s: float, chars: int) -> Command:

@@ -20,7 +20,7 @@ from mcp.shared.message import SessionMessage
 
 from corral.errors import CODES, CorralError
 from corral.mcp import answers, files, stdio
-from corral.mcp.commands import Window, readable, sendable
+from corral.mcp.commands import Window, readable, sendable, without_output
 from corral.mcp.http import application
 from corral.mcp.server import make_server
 from corral.mcp.sessions import GONE, Wishes
@@ -65,6 +65,16 @@ def test_escapes_progress_and_controls_do_not_reach_a_model() -> None:
     raw = "\x1b[31mred\x1b[0m\n 10%\r 50%\r100%\r\nbell\x07\x1b]0;title\x07 end\x9b\n"
     assert readable(raw) == "red\n100%\nbell end\n"
     assert sendable("a\udce4b") == "a\ufffdb"
+
+
+def test_a_result_is_remembered_without_its_output() -> None:
+    kept = without_output({"reason": "ok", "stdout": {"bytes": 9, "text": "x" * 9}, "stderr": {"bytes": 0, "text": ""}})
+    assert kept == {
+        "reason": "ok",
+        "stdout": {"bytes": 9, "text": None, "base64": None},
+        "stderr": {"bytes": 0, "text": None, "base64": None},
+    }
+    assert without_output(None) is None
 
 
 # -- files ---------------------------------------------------------------------------------------------------------------------
