@@ -186,6 +186,8 @@ def parse_run(doc: Any, host: HostCaps) -> RunRequest:
     if code_path is not None and shape != "code":
         fields.fail("code_path", "code_path goes with code", "leave code_path out, or give code")
     code = fields.code() if shape == "code" else None
+    files, wishes = fields.files(), fields.wishes(host)
+    fields.must_fit(files, wishes)
     return RunRequest(
         code=code,
         language=fields.language(code, code_path),
@@ -193,13 +195,13 @@ def parse_run(doc: Any, host: HostCaps) -> RunRequest:
         shell=fields.word("shell") if shape == "shell" else None,
         code_path=code_path,
         args=fields.args(shape),
-        files=fields.files(),
+        files=files,
         stdin=fields.stdin(),
         env=fields.env(),
         cwd=fields.cwd(),
         user=fields.user(),
         outputs=fields.outputs(DEFAULT_OUTPUTS),
-        wishes=fields.wishes(host),
+        wishes=wishes,
         placement=fields.placement(),
         keep=fields.flag("keep"),
         ttl_s=fields.seconds("ttl_s", "ttl"),
@@ -211,9 +213,11 @@ def parse_sandbox(doc: Any, host: HostCaps) -> SandboxRequest:
     """`POST /v1/sandboxes`. `timeout_s` and the output limits are the defaults of its execs."""
     fields = _Fields(doc, SANDBOX_FIELDS)
     fields.refuse_later(*LATER_FIELDS)
+    files, wishes = fields.files(), fields.wishes(host)
+    fields.must_fit(files, wishes)
     return SandboxRequest(
-        files=fields.files(),
-        wishes=fields.wishes(host),
+        files=files,
+        wishes=wishes,
         placement=fields.placement(),
         ttl_s=fields.seconds("ttl_s", "ttl"),
     )
@@ -306,6 +310,12 @@ class _Fields:
             hint=f"leave {name} out",
             field=pointer(name),
         )
+
+    def must_fit(self, files: tuple[FileIn, ...], wishes: ResourceWishes) -> None:
+        """Files that the wished disk cannot hold are the caller's mistake, told before anything is made."""
+        size = sum(len(file.content or b"") for file in files)
+        if wishes.disk_bytes is not None and size > wishes.disk_bytes:
+            self.fail("files", f"the files have {size} bytes, the disk {wishes.disk_bytes}", "ask for a larger disk")
 
     # -- what to run -----------------------------------------------------------------------------------------------------------
     def program(self, names: tuple[str, ...]) -> str:

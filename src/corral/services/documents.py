@@ -46,6 +46,20 @@ def read_limits(stored: Mapping[str, Any]) -> tuple[Limits, LimitModes]:
     return Limits.from_dict(stored["values"]), replace(modes, overshoot=dict(stored.get("overshoot", {})))
 
 
+def _decisions(run: RunRecord) -> Json:
+    """What was decided; a run that ended before says so, with the limits that its result names."""
+    decisions = dict(run.decisions)
+    if run.result is None:
+        return decisions
+    early = {"verdict": "not_reached", "reason": "the run ended before this was decided"}
+    if decisions.get("guard") is None:
+        limits = run.result.get("limits") or {}
+        decisions["guard"] = {**early, "limits": {name: limit["value"] for name, limit in limits.items()}}
+    if decisions.get("placement") is None:
+        decisions["placement"] = {**early, "runtime": None, "template_digest": None}
+    return decisions
+
+
 class Documents:
     """Builds answers; reads output through the node."""
 
@@ -75,7 +89,7 @@ class Documents:
             "lease_version": run.lease_version,
             "exec_id": run.exec_id,
             "created_at": moment(run.created_at),
-            "decisions": run.decisions,
+            "decisions": _decisions(run),
             "result": None,
         }
         if run.result is not None:

@@ -44,6 +44,7 @@ NOT_PLACED: Json = {
     "runtime": None,
     "template_digest": None,
 }
+FINISH_PAUSES_S = (0.1, 0.5, 2.0, 5.0, 15.0)
 NEW_SANDBOX: Json = {"verdict": "new_sandbox", "reason": "a run without a session always gets a new sandbox"}
 OUTCOMES = frozenset(
     (
@@ -480,9 +481,18 @@ class Executor:
             {"reason": result["reason"], "exit_code": result["exit_code"], "started": result["started"]},
         )
         faults.point("run.finish.before")
-        flight.run = await self._core.store.finish_run(
-            run.run_id, result=result, reason=result["reason"], timings=result["timings"], audit=audit
-        )
+        for pause_s in (*FINISH_PAUSES_S, None):
+            try:
+                flight.run = await self._core.store.finish_run(
+                    run.run_id, result=result, reason=result["reason"], timings=result["timings"], audit=audit
+                )
+                break
+            except CorralError as error:
+                # Who waits for the run would wait for ever: a store that is busy or full for a while is asked again.
+                if error.code != "store_error" or pause_s is None:
+                    raise
+                self._core.log(f"{run.run_id}: {error}")
+            await asyncio.sleep(pause_s)
         faults.point("run.finish.after")
 
     def _settle(self, run: RunRecord) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 
 import pytest
+
+from corral.errors import CorralError
 
 PRINT = {"command": ["print", "你好", "42"]}
 SLEEP = {"command": ["sleep"]}
@@ -306,3 +309,39 @@ async def test_a_fault_of_ours_ends_the_exec_and_everybody_who_waits_for_it(worl
     view = await world.store.get_sandbox(sandbox, None)
     assert view.sandbox.state in ("leased", "sanitizing", "terminated")
     assert await world.store.open_execs() == []
+
+
+async def test_a_store_that_fails_for_a_moment_loses_no_end(world, monkeypatch):
+    monkeypatch.setattr("corral.services.executor.FINISH_PAUSES_S", (0.0, 0.0))
+    finish, left = world.store.finish_run, [1, 1]
+
+    async def failing(*arguments, **more):
+        if left:
+            left.pop()
+            raise CorralError("store_error", "the disk is full")
+        return await finish(*arguments, **more)
+
+    monkeypatch.setattr(world.store, "finish_run", failing)
+    reply = await asyncio.wait_for(world.call("POST", "/v1/runs", PRINT), 10)
+    assert (reply.document["state"], reply.document["result"]["reason"]) == ("finished", "ok")
+
+
+async def test_what_ended_before_a_decision_still_has_the_members_of_the_contract(world, monkeypatch):
+    async def failing(*_, **__):
+        raise CorralError("template_unavailable", "cannot be built")
+
+    monkeypatch.setattr(world.node, "ensure_template", failing)
+    run = (await world.call("POST", "/v1/runs", PRINT)).document
+    assert run["result"]["reason"] != "ok" and run["result"]["started"] is False
+    placement = run["decisions"]["placement"]
+    assert (placement["verdict"], placement["runtime"], placement["template_digest"]) == ("not_reached", None, None)
+    assert run["decisions"]["guard"]["limits"]["memory"] == 512 << 20
+
+
+async def test_files_that_the_wished_disk_cannot_hold_make_no_run(world):
+    files = [{"path": "big", "base64": base64.b64encode(bytes(9 << 20)).decode()}]
+    for path in ("/v1/runs", "/v1/sandboxes"):
+        document = {"files": files, "disk": "8M"} | (PRINT if path == "/v1/runs" else {})
+        reply = await world.call("POST", path, document)
+        assert (reply.status, reply.document["code"], reply.document["field"]) == (422, "invalid_value", "/files")
+    assert world.node.creates == []
