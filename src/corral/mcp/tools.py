@@ -23,7 +23,8 @@ INSTRUCTIONS = (
 )
 Language = Literal["python", "bash", "javascript", "typescript", "c", "cpp", "go", "java", "rust", "sql", "r"]
 Timeout = Annotated[
-    float | None, Field(gt=0, description="Seconds that it may run. Default 60; in the background 3600.")
+    float | None,
+    Field(gt=0, description="Seconds that it may run. Default: the sandbox's own, mostly 60; in the background 3600."),
 ]
 Wait = Annotated[
     float,
