@@ -1,6 +1,6 @@
 """Single attempts over HTTP: to a URL, or to a unix socket in a state directory. No library, for a quick start.
 
-Connections are kept for the next request for some seconds. What cannot be sent twice always gets a connection of its own, so that
+Connections to a URL are kept for the next request for some seconds. What cannot be sent twice always gets a connection of its own, so that
 one that the server was just closing cannot make a call doubtful.
 """
 
@@ -28,14 +28,23 @@ MAX_DOCUMENT = 256 * 1024 * 1024
 
 
 class HttpSingle:
-    """Requests to one address. `prefix` goes before every path."""
+    """Requests to one address. `prefix` goes before every path; at most `keep` connections wait for the next request."""
 
-    def __init__(self, effects: Effects, address: Address, host: str, prefix: str = "", key: str | None = None) -> None:
+    def __init__(
+        self,
+        effects: Effects,
+        address: Address,
+        host: str,
+        prefix: str = "",
+        key: str | None = None,
+        keep: int = KEEP,
+    ) -> None:
         self._effects = effects
         self._address = address
         self._host = host
         self._prefix = prefix
         self._key = key
+        self._keep = keep
         self._guard = threading.Lock()
         self._idle: list[tuple[Wire, object, float]] = []
         self._closed = False
@@ -123,7 +132,7 @@ class HttpSingle:
     def keep(self, wire: Wire) -> None:
         """Use a connection again, or let it go."""
         with self._guard:
-            if not self._closed and len(self._idle) < KEEP:
+            if not self._closed and len(self._idle) < self._keep:
                 self._idle.append((wire, self._effects.place(), time.monotonic()))
                 return
         wire.close()
@@ -349,5 +358,5 @@ def _verified(ca_file: str | None) -> Any:
 
 
 def unix_single(effects: Effects, directory: str, name: str = "api.sock") -> HttpSingle:
-    """Single attempts on the socket `directory/name`."""
-    return HttpSingle(effects, Address(directory=directory, name=name), "corral")
+    """Single attempts on the socket `directory/name`. Who owns it is found by its name each time: an owner that ends hides it."""
+    return HttpSingle(effects, Address(directory=directory, name=name), "corral", keep=0)
