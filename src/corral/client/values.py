@@ -137,48 +137,48 @@ class FileEvent:
 
 
 class Wishes(TypedDict, total=False):
-    """What a run or a sandbox may take and where it goes; sizes are bytes or text as `512M`."""
+    """What a run or a sandbox may take and where it goes; sizes are bytes or text as `512M`. None everywhere: not said."""
 
-    memory: int | str
-    cpu: float
-    pids: int
-    disk: int | str
-    tmp: int | str
-    output_limit: int | str
-    output_kill: int | str
-    runtime: str
-    template: str
-    isolation: Literal["standard", "strong"]
-    network: str
-    session: str
-    ttl_s: float
-    timeout_s: float
-    files: Mapping[str, bytes | str] | Sequence[Json]
+    memory: int | str | None
+    cpu: float | None
+    pids: int | None
+    disk: int | str | None
+    tmp: int | str | None
+    output_limit: int | str | None
+    output_kill: int | str | None
+    runtime: str | None
+    template: str | None
+    isolation: Literal["standard", "strong"] | None
+    network: str | None
+    session: str | None
+    ttl_s: float | None
+    timeout_s: float | None
+    files: Mapping[str, bytes | str] | Sequence[Json] | None
     """Files that lie below /workspace from the start: content by relative path, or as the API takes them."""
 
 
 class Program(TypedDict, total=False):
     """What a run or an exec starts, beside its words."""
 
-    code: str
-    language: str
-    shell: str
-    args: Sequence[str]
-    stdin: bytes | str
-    env: Mapping[str, str]
-    cwd: str
-    user: str
-    outputs: Sequence[str]
-    attached: bool
+    code: str | None
+    language: str | None
+    shell: str | None
+    args: Sequence[str] | None
+    stdin: bytes | str | None
+    env: Mapping[str, str] | None
+    cwd: str | None
+    user: str | None
+    outputs: Sequence[str] | None
+    attached: bool | None
     """End the program when this client is gone for some seconds."""
 
 
 class RunRequest(Wishes, Program, total=False):
     """`POST /v1/runs`: exactly one of `code` (with `language`), `command`, `shell`."""
 
-    command: Sequence[str]
-    code_path: str
-    keep: bool
+    command: Sequence[str] | None
+    code_path: str | None
+    keep: bool | None
 
 
 class SandboxRequest(Wishes, total=False):
@@ -188,10 +188,10 @@ class SandboxRequest(Wishes, total=False):
 class ExecRequest(Program, total=False):
     """`POST /v1/sandboxes/{id}/execs`, beside `argv`."""
 
-    timeout_s: float
-    output_limit: int | str
-    output_kill: int | str
-    pty: tuple[int, int]
+    timeout_s: float | None
+    output_limit: int | str | None
+    output_kill: int | str | None
+    pty: tuple[int, int] | None
     """(rows, columns): the program gets a terminal."""
 
 
