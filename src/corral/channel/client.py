@@ -545,7 +545,8 @@ class GuestClient:
             if offset is not None:
                 skip = taken.sent - offset
                 if skip < 0:
-                    raise CorralError("bad_request", f"standard input continues at {taken.sent}", field="offset")
+                    detail = f"standard input continues at {taken.sent}"
+                    raise CorralError("bad_request", detail, field="offset", continues_at=taken.sent)
                 data = data[skip:]
             return await self._feed(exec_id, taken, memoryview(data), eof, fence)
 

@@ -20,6 +20,8 @@ from corral.errors import CorralError
 COMMANDS = {
     "run": ("corral.cli.run", "Run code or a command in a fresh sandbox."),
     "exec": ("corral.cli.exec", "Run a command in a sandbox that is there."),
+    "shell": ("corral.cli.shell", "Open a terminal in a sandbox."),
+    "attach": ("corral.cli.attach", "Follow what is running, with its terminal."),
     "cp": ("corral.cli.cp", "Copy files into or out of a sandbox."),
     "sandbox": ("corral.cli.sandbox", "Create, list, inspect and remove sandboxes."),
     "logs": ("corral.cli.logs", "Print the output of a run or exec."),

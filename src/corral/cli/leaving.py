@@ -9,6 +9,10 @@ import _signal  # type: ignore[import-not-found]  # what `signal` wraps; that ta
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _NAMES: dict[int, str] = {_signal.SIGINT: "SIGINT", _signal.SIGTERM: "SIGTERM", _signal.SIGHUP: "SIGHUP"}
 SIGNALS = tuple(_NAMES)
 
@@ -63,8 +67,14 @@ def document(number: int) -> str:
     )
 
 
+undo: list[Callable[[], None]] = []
+"""What must not be left as it is: called before this process ends at once."""
+
+
 def leave(number: int) -> None:
     """End at once with the status that a shell gives to the signal; whatever is attached to us ends by itself."""
+    for step in undo:
+        step()
     if answer.wanted and not answer.given:
         answer.given = True
         try:

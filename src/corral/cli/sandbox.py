@@ -77,7 +77,7 @@ def rm(ctx: click.Context, sandbox_ids: tuple[str, ...], as_json: bool) -> None:
     with opened() as transport:
         for sandbox_id in sandbox_ids:
             try:
-                removed.append(_remove(transport, sandbox_id))
+                removed.append(remove(transport, sandbox_id))
             except CorralError as error:
                 errors.append((sandbox_id, error))
                 if not as_json:
@@ -91,7 +91,8 @@ def rm(ctx: click.Context, sandbox_ids: tuple[str, ...], as_json: bool) -> None:
         ctx.exit(errors[0][1].exit_status)
 
 
-def _remove(transport: Transport, sandbox_id: str) -> words.Json:
+def remove(transport: Transport, sandbox_id: str) -> words.Json:
+    """Delete it; returns when it is terminated."""
     for _ in range(4):
         sandbox = transport.request("DELETE", f"/v1/sandboxes/{quote(sandbox_id)}", params={"wait": 60})
         if sandbox.get("state") == "terminated":

@@ -57,8 +57,7 @@ def wait_writable(descriptor: int) -> None:
 
 def write_some(descriptor: int, view: memoryview) -> int:
     """As much as goes without blocking after `wait_writable`: what a pipe takes in one piece. -> bytes written."""
-    if _on_screen is not None:
-        _on_screen.stop()
+    stop_progress()
     try:
         return os.write(descriptor, view[: select.PIPE_BUF])
     except BlockingIOError:
@@ -184,6 +183,12 @@ class Progress:
 
 
 _on_screen: Progress | None = None
+
+
+def stop_progress() -> None:
+    """Take what is shown off the screen, for good."""
+    if _on_screen is not None:
+        _on_screen.stop()
 
 
 @contextlib.contextmanager

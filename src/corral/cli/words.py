@@ -131,6 +131,7 @@ class PassThrough(click.Command):
     """
 
     leading = 0
+    separators: tuple[str, ...] = ("--",)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         options, words, separator, rest = self.split(ctx, list(args))
@@ -149,7 +150,7 @@ class PassThrough(click.Command):
         words: list[str] = []
         while args:
             word = args.pop(0)
-            if word == "--":
+            if word in self.separators:
                 return options, words, True, args
             if word == "--agent-view":
                 number = args.pop(0) if args and args[0].isascii() and args[0].isdigit() else str(AGENT_VIEW_CHARS)

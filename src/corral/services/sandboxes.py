@@ -387,8 +387,11 @@ class Sandboxes:
             if error.code != "bad_request":
                 raise
             hint = "send what is missing first, or leave offset out to go on where the input ends"
+            facts: Json = {}
+            if (known := error.facts.get("continues_at")) is not None:
+                facts["continues_at"] = max(0, known - ahead)
             detail = "there is a hole before the offset"
-            raise CorralError("invalid_value", detail, hint=hint, field="/offset") from error
+            raise CorralError("invalid_value", detail, hint=hint, field="/offset", **facts) from error
 
     # -- files -----------------------------------------------------------------------------------------------------------------
     async def get_tar(self, caller: Caller, sandbox_id: str, path: str, user: str) -> AsyncIterator[bytes]:
