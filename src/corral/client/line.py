@@ -20,6 +20,8 @@ Json = dict[str, Any]
 Params = Mapping[str, str | int | float | bool | None]
 PATIENCE_S = 30.0
 """How long a call is repeated while nothing answers."""
+STOOD_S = 1.0
+"""A stream that stood longer than this, however quiet, was a good connection."""
 BUSY = (429, 503)
 
 
@@ -181,8 +183,10 @@ class Line:
         patience = _Patience(self)
         while True:
             single = await self.endpoint.current()
+            began = float("inf")
             try:
                 answer = await single.send(Request("GET", path, {"encoding": "base64", **wanted}, _EVENTS))
+                began = time.monotonic()
                 source = answer.events()
                 try:
                     async for event in source:
@@ -202,8 +206,12 @@ class Line:
                 raise Cut("the stream ended early", sent=True)
             except Cut as cut:
                 self.endpoint.failed(single)
+                if time.monotonic() - began > STOOD_S:
+                    patience = _Patience(self)
                 await patience.after(cut)
             except CorralError as error:
+                if time.monotonic() - began > STOOD_S:
+                    patience = _Patience(self)
                 await patience.after_refusal(error, single)
 
     async def open(self, path: str, params: Params | None = None, headers: Mapping[str, str] | None = None) -> Answer:
@@ -291,20 +299,23 @@ def unsure(what: str) -> CorralError:
 
 
 class _Patience:
+    """Begins with the first failure: how long a good connection was waited on does not count, unless there is no time."""
+
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._since = time.monotonic()
+        self._since: float | None = None if line.limit_s is None else time.monotonic()
         self._pause = 0.01
         self._slow = 0
 
     async def after(self, cut: Exception) -> None:
         """Wait before the next attempt, or say that it is enough."""
-        endpoint, limit = self._line.endpoint, self._line.limit_s
+        endpoint, limit, now = self._line.endpoint, self._line.limit_s, time.monotonic()
         if isinstance(cut, Cut) and cut.slow and limit is None and self._slow < SLOW:
             self._slow += 1
-            self._since = time.monotonic()
+            self._since = now
+        self._since = now if self._since is None else self._since
         patience = endpoint.patience_s if limit is None else min(limit, endpoint.patience_s)
-        if time.monotonic() - self._since >= patience:
+        if now - self._since >= patience:
             if isinstance(cut, CorralError):
                 raise cut
             raise CorralError("node_unavailable", f"the service does not answer: {cut}", hint=endpoint.hint) from cut
@@ -319,6 +330,7 @@ class _Patience:
             return
         if error.status not in BUSY or not error.retryable:
             raise error
+        self._since = time.monotonic() if self._since is None else self._since
         left = self._line.busy_s - (time.monotonic() - self._since)
         seconds = max(self._pause, float(error.facts.get("retry_after_s") or 0))
         if seconds > left:

@@ -200,3 +200,44 @@ def test_an_upload_is_repeated_only_if_it_can_be_sent_again() -> None:
     assert len(script.requests) == 2
     calls, script = line(REFUSED, BROKEN, {"a": 1})
     assert drive(calls.upload("/u", source, again=True)) == {"a": 1} and len(script.requests) == 3
+
+
+class Standing(Answer):
+    """A stream that is open for a while without a word."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__([])
+        self._seconds = seconds
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        time.sleep(self._seconds)
+        raise BROKEN
+        yield
+
+
+def test_a_quiet_stream_that_stood_longer_than_patience_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corral.client.line.STOOD_S", 0.3)
+    calls, script = line([])
+    monkeypatch.setattr(script, "send", Sequence(Standing(0.6), Standing(0.6), Answer([Event("ended", "c")])).send)
+    assert [event.kind for event in iterate(calls.stream("/s"))] == ["ended"]
+
+
+def test_a_call_that_waited_longer_than_patience_is_repeated_when_it_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, script = line([])
+    monkeypatch.setattr(script, "send", Sequence(0.6, Answer({"id": "x"})).send)
+    assert drive(calls.request("GET", "/r")) == {"id": "x"}
+
+
+class Sequence:
+    """Answers in turn; a number is a wait, then a break."""
+
+    def __init__(self, *steps: Any) -> None:
+        self._steps = list(steps)
+
+    async def send(self, request: Request) -> Answer:
+        step = self._steps.pop(0)
+        if isinstance(step, float):
+            time.sleep(step)
+            raise BROKEN
+        assert isinstance(step, Answer)
+        return step
