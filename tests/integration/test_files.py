@@ -299,6 +299,19 @@ def test_what_cannot_be_done_is_refused_with_the_path_and_nothing_changes(
     assert box.listing("/workspace") == [f"/workspace/{name}" for name in ("a", "file", "full", "loop", "pipe")]
 
 
+@pytest.mark.parametrize("name", ["shut", "link"])
+def test_a_file_that_its_user_may_not_write_is_not_replaced(box: Box, name: str) -> None:
+    box.sh("echo keep > shut; chmod 444 shut; ln -s shut link")
+    answer = box.put(name, b"new content")
+    assert (answer.status, answer.document["code"], answer.document["entry"]) == (
+        403,
+        "permission_denied",
+        f"/workspace/{name}",
+    )
+    assert box.get("shut").body == b"keep\n"
+    assert box.listing("/workspace") == ["/workspace/link", "/workspace/shut"]
+
+
 @pytest.mark.parametrize(
     ("method", "tail", "query", "field"),
     [

@@ -7,6 +7,7 @@ version cannot honour, named), `unknown_language`, `too_large`. Unknown members 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from corral.domain.limits import MIB
 from corral.domain.quantities import format_bytes, parse_seconds, shown
 from corral.domain.runner import LANGUAGES, language_by_extension, language_by_first_line
 from corral.domain.values import (
+    MAX_ENCODED,
     MAX_PATH,
     MAX_WORD,
     MAX_WORDS,
@@ -378,7 +380,17 @@ class _Fields:
             total += self._word(word, pointer(name, index)) + 1
         if total > MAX_WORDS:
             self.fail(name, f"{name} has {total} bytes; at most {MAX_WORDS} are allowed", "pass data by stdin or files")
+        self._fits(name, value)
         return tuple(value)
+
+    def _fits(self, name: str, value: Any) -> None:
+        size = len(json.dumps(value))
+        if size > MAX_ENCODED:
+            self.fail(
+                name,
+                f"{name} has {size} bytes as ASCII JSON; at most {MAX_ENCODED} are allowed",
+                "pass data by stdin or files",
+            )
 
     def _word(self, word: Any, at: str) -> int:
         if not isinstance(word, str):
@@ -448,6 +460,7 @@ class _Fields:
             total += size
         if total > MAX_WORDS:
             self.fail("env", f"env has {total} bytes; at most {MAX_WORDS} are allowed", "use files")
+        self._fits("env", value)
         return dict(value)
 
     def cwd(self) -> str | None:

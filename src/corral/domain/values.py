@@ -21,7 +21,10 @@ MIN_DISK = 8 * MIB
 MAX_PIDS = 4_194_304
 MAX_WORD = 128 * KIB - 1
 """The kernel's own limit for one argument or environment entry."""
-MAX_WORDS = MIB
+MAX_WORDS = MIB + 256 * KIB
+"""All arguments, or the whole environment; the kernel takes about 2 MiB of both."""
+MAX_ENCODED = 3 * MAX_WORDS
+"""The same as the JSON text that goes inside, where a control character is six bytes long."""
 MAX_PATH = 4095
 MAX_NAME = 255
 

@@ -278,6 +278,8 @@ def write(path: str, mode: str, parents: str, overwrite: str, size: str) -> None
             raise Refused("already_exists", f"{path!r} exists", path)
         if not stat.S_ISREG(before.st_mode):
             raise Refused("not_a_file", f"{path!r} is no regular file", path)
+        if not os.access(name, os.W_OK, dir_fd=parent):  # a rename would not ask: it needs the directory only
+            raise Refused("permission_denied", f"{path!r} may not be written", path)
     part = Part(parent)
     try:
         total = _receive(part.fd)
@@ -329,6 +331,8 @@ def mkdir(path: str, parents: str, mode: str) -> None:
         os.mkdir(target, int(mode, 8))
         os.chmod(target, int(mode, 8))  # whatever the umask
     except FileExistsError:
+        if not os.path.lexists(target):  # what exists is a file where a directory above it should be
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
         if not os.path.isdir(target):
             raise
     say(line(facts(target, os.stat(target))))

@@ -12,7 +12,9 @@ from corral.domain.request import (
     parse_run,
     parse_sandbox,
 )
+from corral.domain.values import MAX_ENCODED
 from corral.errors import CorralError
+from corral.guest.connections import MAX_REQUEST
 
 HOST = HostCaps(memory_bytes=4 * 2**30, cpus=2)
 CODE = {"code": "print(1)", "language": "python"}
@@ -116,6 +118,9 @@ def test_bytes_that_are_not_utf8_travel_as_surrogates_or_base64():
         ({"command": ["ls", "a\0"]}, "invalid_value", "/command/1"),
         ({"command": ["ls", "\ud800"]}, "invalid_value", "/command/1"),
         ({"command": ["x"] + ["y" * 1000] * 2000}, "invalid_value", "/command"),
+        ({"command": ["x"] + ["\x01" * 60_000] * 17}, "invalid_value", "/command"),
+        ({**CODE, "args": ["\udcff" * 60_000] * 17}, "invalid_value", "/args"),
+        ({**CODE, "env": {f"A{n}": "\x7f\x01" * 50_000 for n in range(12)}}, "invalid_value", "/env"),
         ({**CODE, "files": {}}, "invalid_value", "/files"),
         ({**CODE, "files": ["a"]}, "invalid_value", "/files/0"),
         ({**CODE, "files": [{"path": "../a", "content": ""}]}, "invalid_value", "/files/0/path"),
@@ -291,3 +296,14 @@ def test_else_the_language_is_unknown(name, first):
     with pytest.raises(CorralError, match="unknown_language") as caught:
         language_of(name, first)
     assert "python" in caught.value.hint
+
+
+@pytest.mark.parametrize("letter", ["x", "日", "🐂"])
+def test_a_mebibyte_of_arguments_is_accepted_in_any_script(letter):
+    word = letter * (2**16 // len(letter.encode()))
+    made = parse_exec({"argv": ["printf", "%s", *[word] * 16]}, HOST)
+    assert made.argv == ("printf", "%s", *[word] * 16)
+
+
+def test_the_longest_request_that_is_accepted_fits_into_one_frame_of_the_guest():
+    assert 3 * MAX_ENCODED + 64 * 1024 <= MAX_REQUEST  # argv, args and env

@@ -106,3 +106,11 @@ def test_what_is_removed_is_not_what_links_name(tmp_path: Path) -> None:
     assert (status, refusal["code"]) == (3, "not_empty")
     assert run("remove", str(tmp_path / "tree"), "1")[0] == 0
     assert sorted(os.listdir(tmp_path)) == ["keep"] and os.listdir(tmp_path / "keep") == ["x"]
+
+
+def test_a_directory_below_a_file_is_refused_for_the_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "child", tmp_path / "file" / "child" / "below"):
+        assert run("mkdir", str(path), "1", "0755")[2]["code"] == "not_a_directory"
+        assert run("write", str(path), "-", "1", "1", "-")[2]["code"] == "not_a_directory"
+    assert run("mkdir", str(tmp_path / "file"), "1", "0755")[2]["code"] == "already_exists"
