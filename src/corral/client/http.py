@@ -325,15 +325,19 @@ class Url:
         self._single.close()
 
 
+_ADDRESS = "write it like http://127.0.0.1:8484; without it commands work on the state directory"
+
+
 def open_url(url: str, key: str | None, effects: Effects, ca_file: str | None = None) -> Url:
     """A server by URL (`http://`, `https://`, verified). A bad URL is `invalid_value`; nothing is connected yet."""
     parts = urlsplit(url)
     try:
         port = parts.port
     except ValueError as error:
-        raise CorralError("invalid_value", f"CORRAL_URL: {error}", field="CORRAL_URL") from error
+        raise CorralError("invalid_value", f"CORRAL_URL: {error}", field="CORRAL_URL", hint=_ADDRESS) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise CorralError("invalid_value", f"CORRAL_URL {url!r} is not an http or https URL", field="CORRAL_URL")
+        detail = f"CORRAL_URL {url!r} is not an http or https URL"
+        raise CorralError("invalid_value", detail, field="CORRAL_URL", hint=_ADDRESS)
     if parts.query or parts.fragment:
         hint = "give the address alone; the key goes into CORRAL_KEY"
         raise CorralError("invalid_value", "CORRAL_URL has more than an address", field="CORRAL_URL", hint=hint)
