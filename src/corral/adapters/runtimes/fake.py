@@ -450,7 +450,9 @@ class FakeRuntime:
     def _instance(self, ref: InstanceRef) -> Instance:
         uid = 65534 if os.geteuid() == 0 else os.geteuid()
         gid = 65534 if os.geteuid() == 0 else os.getegid()
-        return Instance(ref, HostTree(os.path.join(ref.directory, "disk"), uid, gid, "directory"))
+        tree = HostTree(os.path.join(ref.directory, "disk"), uid, gid, "directory")
+        # For an ordinary user nothing on the host tells its programs from us.
+        return Instance(ref, tree, same_uid=os.geteuid() != 0)
 
     def partial_ref(self, directory: str, instance_id: str) -> InstanceRef:
         return InstanceRef(self.name, instance_id, directory, {})
