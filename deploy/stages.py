@@ -33,7 +33,7 @@ SYSTEM = {
     "git": ("git", "checks over the tracked files"),
 }
 FAST = ("format", "lint", "types", "imports", "unit")
-SLOW = ("conformance", "integration", "security", "faults", "acceptance", "e2e")
+SLOW = ("conformance", "integration", "security", "faults", "acceptance", "e2e", "ecosystem")
 COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|xpassed)")
 
 

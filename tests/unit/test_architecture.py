@@ -161,12 +161,18 @@ def test_locks_hold_every_declared_dependency_and_agree() -> None:
     assert wanted <= plain.keys()
     assert wanted | wanted_dev <= dev.keys()
     assert {package: dev.get(package) for package in plain} == plain
+    for extra in ("inspect-ai", "pydantic-ai"):
+        lock = pinned(f"tests/ecosystem/{extra}.lock")
+        [framework] = PROJECT["project"]["optional-dependencies"][extra]
+        assert re.match(r"[\w-]+", framework).group().replace("_", "-") in lock  # type: ignore[union-attr]
+        assert {package: lock.get(package) for package in plain} == plain
 
 
 def test_dependencies_page_gives_a_reason_for_each() -> None:
     page = (REPOSITORY / "docs" / "explanation" / "dependencies.md").read_text()
-    declared = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["dev"]
-    names = [re.match(r"[A-Za-z0-9.-]+", d).group() for d in declared]  # type: ignore[union-attr]
+    groups = [PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"].values()]
+    declared = [requirement for group in groups for requirement in group]
+    names = [re.match(r"[\w.-]+", d).group() for d in declared]  # type: ignore[union-attr]
     assert [n for n in names if f"`{n}`" not in page] == []
 
 
