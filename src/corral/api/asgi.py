@@ -16,6 +16,7 @@ from corral.api import sse
 from corral.api.keys import AdminKey
 from corral.api.problems import problem, read_body
 from corral.api.routes import Reply, Request, dispatch
+from corral.api.turns import Turns
 from corral.errors import CorralError
 from corral.services.control import Services
 from corral.services.events import Caller
@@ -55,6 +56,7 @@ class Application:
         self.transfers: dict[asyncio.Task[Any], int] = {}
         """Those of them that carry bytes which no client can ask for again from the middle; -> blocks so far."""
         self._held = 0
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One HTTP call or one WebSocket."""
@@ -77,14 +79,14 @@ class Application:
             unread = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
             if unread:
                 await _drain(receive, STRANGER_BYTES, STRANGER_S)
-            await _answer(_problem(refusal, close=unread), receive, send, head)
+            await _answer(_problem(refusal, close=unread), receive, send, head, self._turns)
             return
         reply = await self._reply(request, receive)
         if reply is None:
             return
         if reply.raw is not None and request.query.get("follow", "false") in ("false", "0"):
             reply = replace(reply, raw=self._transfer(reply.raw))
-        await _answer(reply, receive, send, head)
+        await _answer(reply, receive, send, head, self._turns)
 
     def _transfer(self, blocks: bytes | AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The same blocks, counted; from now on the call is a transfer."""
@@ -123,7 +125,7 @@ class Application:
         from corral.api.websocket import serve
 
         request = _request({**scope, "method": "GET"}, receive)
-        await serve(self._services, request, self._refusal(scope, request), receive, send)
+        await serve(self._services, request, self._refusal(scope, request), receive, send, self._turns)
 
     async def _reply(self, request: Request, receive: Receive) -> Reply | None:
         """The answer; None when the client went away, which ends the waiting, not the work."""
@@ -246,7 +248,7 @@ class _Body:
         raise StopAsyncIteration
 
 
-async def _answer(reply: Reply, receive: Receive, send: Send, head: bool) -> None:
+async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns: Turns) -> None:
     """A `Reply` on the wire, without its body for HEAD. JSON is ASCII, so that lone surrogates of foreign paths survive."""
     headers = [(b"content-type", reply.media_type.encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in reply.headers.items()]
@@ -259,7 +261,7 @@ async def _answer(reply: Reply, receive: Receive, send: Send, head: bool) -> Non
         return
     if reply.events is not None:
         headers.append((b"cache-control", b"no-store"))
-    source = reply.raw if reply.raw is not None else _wire(reply)
+    source = reply.raw if reply.raw is not None else _wire(reply, turns)
     if head:
         await _close(reply.raw if reply.raw is not None else reply.events)
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
@@ -270,11 +272,11 @@ async def _answer(reply: Reply, receive: Receive, send: Send, head: bool) -> Non
         try:
             first = await anext(source, b"")
         except CorralError as error:
-            await _answer(_problem(error), receive, send, head)
+            await _answer(_problem(error), receive, send, head, turns)
             return
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     left = asyncio.ensure_future(_left(receive))
-    pump = asyncio.ensure_future(_pump(source, first, send))
+    pump = asyncio.ensure_future(_pump(source, first, send, turns if reply.events is None else None))
     try:
         await asyncio.wait({left, pump}, return_when=asyncio.FIRST_COMPLETED)
         if pump.done():
@@ -290,11 +292,14 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def _pump(source: AsyncIterator[bytes], first: bytes, send: Send) -> None:
+async def _pump(source: AsyncIterator[bytes], first: bytes, send: Send, turns: Turns | None) -> None:
+    """`turns` None: each block has had its turn already, before it was encoded."""
     try:
         if first:
             await send({"type": "http.response.body", "body": first, "more_body": True})
         async for block in source:
+            if turns is not None:
+                await turns.take()
             await send({"type": "http.response.body", "body": block, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
     finally:
@@ -307,7 +312,7 @@ async def _close(source: Any) -> None:
         await close()
 
 
-async def _wire(reply: Reply) -> AsyncIterator[bytes]:
+async def _wire(reply: Reply, turns: Turns) -> AsyncIterator[bytes]:
     """Events encoded, with a comment every 15 s; an error in the middle becomes a last event `error`."""
     assert reply.events is not None
     source = reply.events
@@ -328,6 +333,7 @@ async def _wire(reply: Reply) -> AsyncIterator[bytes]:
             pending = None
             if event is None:
                 return
+            await turns.take()
             yield sse.encode(event, text=reply.text)
     finally:
         if pending is not None:

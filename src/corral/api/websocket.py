@@ -27,6 +27,7 @@ from corral.api import sse
 from corral.api.calls import Request, choice_of, until_stop
 from corral.api.problems import decode, problem
 from corral.api.routes import exec_socket, match
+from corral.api.turns import Turns
 from corral.domain.values import bytes_of
 from corral.errors import CorralError
 from corral.services.control import Services
@@ -55,7 +56,7 @@ class _Closed(Exception):
 
 
 async def serve(
-    services: Services, request: Request, refusal: CorralError | None, receive: Receive, send: Send
+    services: Services, request: Request, refusal: CorralError | None, receive: Receive, send: Send, turns: Turns
 ) -> None:
     """One connection, from its handshake to its end. `refusal`: why it is none."""
     await receive()
@@ -74,7 +75,7 @@ async def serve(
         await _refuse(services.core.as_seen(error), send)
         return
     await send({"type": "websocket.accept"})
-    await _Connection(services, request, exec_id, binary, receive, send).run(start)
+    await _Connection(services, request, exec_id, binary, receive, send, turns).run(start)
 
 
 async def _refuse(error: CorralError, send: Send) -> None:
@@ -87,7 +88,14 @@ async def _refuse(error: CorralError, send: Send) -> None:
 
 class _Connection:
     def __init__(
-        self, services: Services, request: Request, exec_id: str, binary: bool, receive: Receive, send: Send
+        self,
+        services: Services,
+        request: Request,
+        exec_id: str,
+        binary: bool,
+        receive: Receive,
+        send: Send,
+        turns: Turns,
     ) -> None:
         self._services = services
         self._request = request
@@ -95,6 +103,7 @@ class _Connection:
         self._binary = binary
         self._receive = receive
         self._to_client = send
+        self._turns = turns
         self._inbox: asyncio.Queue[Json] = asyncio.Queue(WAITING)
         self._waiting = 0
 
@@ -133,6 +142,7 @@ class _Connection:
             until_stop(self._services, source), start, whole=not self._binary
         )
         async for event in events:
+            await self._turns.take()
             if event.kind in KINDS and self._binary:
                 cursor = (event.cursor or "").encode()
                 head = HEAD.pack(KINDS[event.kind], event.offset, len(cursor))

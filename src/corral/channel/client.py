@@ -37,6 +37,9 @@ _NAMES: tuple[Stream, ...] = ("stdout", "stderr")
 _MERGE_ABOVE = 512
 _ACK_EVERY = 64 * 1024
 _MAX_INPUTS = 1024
+_TOGETHER = 256 * 1024
+_TOGETHER_MS = 10
+"""Output of so few milliseconds is handed out as if it had come at once."""
 _KILL_S = 12.0
 """What the guest itself may need to find that something survives a kill, beyond the grace."""
 
@@ -372,6 +375,11 @@ class GuestClient:
     ) -> dict[str, Any]:
         """One question, one answer. Silence beyond the limit loses the guest; a cancelled caller only loses the answer."""
         number, future = self._ask(operation, values, fence=fence, payload=payload)
+        return await self._answer(operation, number, future, patience)
+
+    async def _answer(
+        self, operation: str, number: int, future: asyncio.Future[dict[str, Any]], patience: float = 0.0
+    ) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self.limits.request_s + patience):
                 return await future
@@ -461,6 +469,14 @@ class GuestClient:
             while True:
                 while attached.queue:
                     name, offset, t_ms, data = attached.queue.popleft()
+                    # What waits is taken in larger pieces, as each costs the consumer a trip to the disk.
+                    while (
+                        attached.queue
+                        and (after := attached.queue[0])[0] == name
+                        and after[2] - t_ms < _TOGETHER_MS
+                        and len(data) + len(after[3]) <= _TOGETHER
+                    ):
+                        data += attached.queue.popleft()[3]
                     yield Data(name, offset, bytes(data), t_ms)
                     attached.taken[name] = offset + len(data)
                     self._acknowledge(attached, name, _ACK_EVERY)
@@ -557,32 +573,39 @@ class GuestClient:
                 del self._inputs[exec_id]
 
     async def _feed(self, exec_id: str, taken: _Input, rest: memoryview, eof: bool, fence: Fence) -> bool:
-        while taken.reads():
-            piece = _piece(rest)
-            while (
-                taken.reads()
-                and self.lost_reason is None
-                and taken.sent - taken.written + len(piece) > protocol.INPUT_WINDOW
-            ):
-                taken.moved.clear()
-                await taken.moved.wait()
-            if not taken.reads():
-                return False
-            last = len(piece) == len(rest)
-            values = {"exec_id": exec_id, "offset": taken.sent, "eof": eof and last}
-            taken.sent += len(piece)
-            answer = await self._request("exec.stdin", values, fence=fence, payload=piece)
-            open_: bool = self._checked(check_input, answer)[1]
-            if eof and last:
-                taken.open = False
-                return True
-            if not open_:
-                taken.open = False
-                return False
-            rest = rest[len(piece) :]
-            if not rest:
-                return True
-        return False
+        # Several frames are on their way at once, as far as the window allows: a busy machine makes each answer late.
+        asked: deque[tuple[int, asyncio.Future[dict[str, Any]]]] = deque()
+        whole = False
+        try:
+            while not whole:
+                piece = _piece(rest)
+                while (
+                    taken.reads()
+                    and self.lost_reason is None
+                    and taken.sent - taken.written + len(piece) > protocol.INPUT_WINDOW
+                ):
+                    taken.moved.clear()
+                    await taken.moved.wait()
+                if not taken.reads():
+                    return False
+                rest = rest[len(piece) :]
+                whole = not rest
+                values = {"exec_id": exec_id, "offset": taken.sent, "eof": eof and whole}
+                asked.append(self._ask("exec.stdin", values, fence=fence, payload=piece))
+                taken.sent += len(piece)
+                while asked and (whole or asked[0][1].done()):
+                    answer = await self._answer("exec.stdin", *asked.popleft())
+                    reads: bool = self._checked(check_input, answer)[1]
+                    if eof and whole and not asked:
+                        taken.open = False
+                        return True
+                    if not reads:
+                        taken.open = False
+                        return False
+            return True
+        finally:
+            for _, unheard in asked:
+                unheard.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
     async def signal(self, exec_id: str, signal: int, *, fence: Fence, tree: bool = False) -> None:
         """To the main program, or with `tree` to every process of the exec."""

@@ -211,6 +211,7 @@ class Spool:
             offset = done[stream]
             done[stream] += len(data)
             yield Chunk(stream, offset, data, t_ms, f"{done['stdout']}.{done['stderr']}")
+            await asyncio.sleep(0)  # there may be much to read, and nothing else on this path waits for anything
 
     def _parse(self, cursor: str | None) -> dict[Stream, int]:
         if not cursor:

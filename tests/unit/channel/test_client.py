@@ -165,6 +165,66 @@ async def test_output_comes_in_order_and_is_acknowledged_once_taken(pair: Pair) 
     assert sorted(acks) == sorted([(out, 6), (err, 1)])
 
 
+async def test_what_waits_is_handed_out_in_larger_pieces_of_one_stream_and_one_moment(pair: Pair) -> None:
+    client, peer = await pair()
+    stream = client.attach("exe_1")
+    first = asyncio.create_task(anext(stream))
+    request = await peer.request()
+    await peer.answer(request, running("exe_1"))
+    out, err = request["streams"]["stdout"], request["streams"]["stderr"]
+    pieces = [(out, 0, 1, b"a"), (out, 1, 5, b"b" * 60_000), (out, 60_001, 9, b"c"), (out, 60_002, 12, b"d")]
+    pieces += [(err, 0, 12, b"E"), (out, 60_003, 12, b"e")]
+    status = protocol.control(
+        protocol.EVENT, {"event": "ended", "attach": request["attach"], "status": ended("exe_1", 60_004, 1)}
+    )
+    await peer.send(b"".join(protocol.data_frame(*piece) for piece in pieces) + status)
+    got = [await first] + [item async for item in stream]
+    assert got[:-1] == [
+        Data("stdout", 0, b"a" + b"b" * 60_000 + b"c", 1),
+        Data("stdout", 60_002, b"d", 12),
+        Data("stderr", 0, b"E", 12),
+        Data("stdout", 60_003, b"e", 12),
+    ]
+
+
+async def test_input_fills_the_window_without_waiting_for_each_answer(pair: Pair) -> None:
+    client, peer = await pair()
+    size = 2 * protocol.INPUT_WINDOW
+    giving = asyncio.create_task(client.stdin("exe_1", bytes(size), True, fence=FENCE))
+    asked = await peer.request()
+    assert asked["op"] == "exec.status"
+    await peer.answer(asked, running("exe_1", stdin={"received": 0, "written": 0, "open": 1}))
+    count = protocol.INPUT_WINDOW // protocol.MAX_DATA
+    begun = [await peer.request() for _ in range(count)]
+    assert [(one["offset"], one["eof"]) for one in begun] == [(n * protocol.MAX_DATA, False) for n in range(count)]
+    for one in begun:
+        await peer.answer(one, {"received": one["offset"] + len(one["data"]), "written": 0, "open": True})
+    assert not giving.done()
+    event = {"event": "stdin", "exec_id": "exe_1", "written": protocol.INPUT_WINDOW, "open": True}
+    await peer.send(protocol.control(protocol.EVENT, event))
+    rest = [await peer.request() for _ in range(count)]
+    assert [one["eof"] for one in rest] == [False] * (count - 1) + [True]
+    for one in rest:
+        await peer.answer(one, {"received": one["offset"] + len(one["data"]), "written": 0, "open": True})
+    assert await giving is True
+
+
+async def test_input_that_the_program_stops_reading_ends_early_and_late_answers_are_heard(pair: Pair) -> None:
+    client, peer = await pair()
+    giving = asyncio.create_task(client.stdin("exe_1", bytes(3 * protocol.MAX_DATA), fence=FENCE))
+    asked = await peer.request()
+    await peer.answer(asked, running("exe_1", stdin={"received": 0, "written": 0, "open": 1}))
+    begun = [await peer.request() for _ in range(3)]
+    await peer.answer(begun[0], {"received": protocol.MAX_DATA, "written": 0, "open": False})
+    assert await giving is False
+    for one in begun[1:]:
+        error = {"code": "bad_request", "detail": "the exec has no open standard input", "field": None}
+        await peer.send(protocol.control(protocol.REPLY, {"id": one["id"], "error": error}))
+    ping = asyncio.create_task(client.ping())
+    await peer.answer(await peer.request(), {})
+    assert await ping >= 0 and not client.closed.is_set()
+
+
 async def test_what_was_not_taken_is_not_acknowledged(pair: Pair) -> None:
     client, peer = await pair()
     stream = client.attach("exe_1")
@@ -172,7 +232,7 @@ async def test_what_was_not_taken_is_not_acknowledged(pair: Pair) -> None:
     request = await peer.request()
     await peer.answer(request, running("exe_1"))
     for n in range(20):
-        await peer.send(protocol.data_frame(request["streams"]["stdout"], n * 65536, n, bytes(65536)))
+        await peer.send(protocol.data_frame(request["streams"]["stdout"], n * 65536, n * 100, bytes(65536)))
     await first
     acked = 0
     for _ in range(3):

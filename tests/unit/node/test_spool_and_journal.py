@@ -57,6 +57,24 @@ async def test_a_follower_waits_for_more_and_ends_with_the_exec(tmp_path: Path) 
     await asyncio.wait_for(task, 5)
 
 
+async def test_a_follower_with_much_to_read_lets_others_work_between_pieces(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path / "x"), 10**9)
+    await spool.write("stdout", 0, bytes(2 << 20), 0)
+    spool.finish()
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    pieces = [chunk async for chunk in spool.follow(None)]
+    task.cancel()
+    assert turns >= len(pieces) - 1 > 10
+
+
 async def test_a_program_that_says_nothing_leaves_no_file(tmp_path: Path) -> None:
     silent = Spool(str(tmp_path / "x"), 10**9)
     silent.finish()
