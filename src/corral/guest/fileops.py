@@ -402,11 +402,28 @@ def remove(path: str, recursive: str) -> None:
         os.unlink(target)
     elif recursive != "1":
         os.rmdir(target)
-    elif os.path.ismount(target):
+    elif os.path.ismount(target) or is_mount_point(target):
         raise Refused("invalid_value", f"{path!r} is where a file system begins", path)
     else:
         _remove_all(target)
     say(line({"removed": True}))
+
+
+def is_mount_point(path: bytes) -> bool:
+    """Also of a bind mount of the same file system, which has its parent's device."""
+    wanted = os.path.realpath(path)
+    with open("/proc/self/mountinfo", "rb") as table:
+        for text in table:
+            point = text.split()[4]
+            if point == wanted or (b"\\" in point and _unescaped(point) == wanted):
+                return True
+    return False
+
+
+def _unescaped(point: bytes) -> bytes:
+    """Blanks, tabs, newlines and backslashes stand as three octal digits there."""
+    first, *rest = point.split(b"\\")
+    return first + b"".join(bytes((int(part[:3], 8),)) + part[3:] for part in rest)
 
 
 def _remove_all(path: bytes) -> None:
