@@ -121,6 +121,8 @@ class Unpacker:
                 if source >= 0:
                     os.close(source)
         elif member.isreg():
+            if member.size > self.left:
+                raise Refused("too_large", f"no room for {entry!r}: the disk limit is reached", entry)
             clear(here, name, entry)
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=here)
             try:
