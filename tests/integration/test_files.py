@@ -748,6 +748,8 @@ def test_a_hundred_mebibytes_go_both_ways_in_little_memory(box: Box) -> None:
 def test_four_gibibytes_of_holes_go_both_ways_in_little_memory(box: Box) -> None:
     if box.via == "dispatch":
         pytest.skip("here a call in process collects what it gets")
+    if box.sh("true")["limits"]["disk"]["mode"] != "enforced":
+        pytest.skip("no file may be larger than the disk where the disk is watched")
     round_trip(box, 4 << 30, bytes(1 << 20))
     assert box.get("big", f"bytes={(3 << 30)}-{(3 << 30) + 9}").body == bytes(10)
 
