@@ -11,14 +11,16 @@ import hashlib
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -26,7 +28,10 @@ from furnished import furnish, once
 
 HERE = Path(__file__).resolve().parent / "ecosystem"
 CHECKOUT = HERE.parents[1]
-MODES = ("bubblewrap", "crun") if os.geteuid() == 0 and shutil.which("crun") else ("bubblewrap",)
+ROOT = os.geteuid() == 0
+MODES = ("bubblewrap", *(["crun"] if ROOT and shutil.which("crun") else []), *(["bubblewrap-user"] if ROOT else []))
+"""A runtime of this user, embedded. `bubblewrap-user`: a server of an ordinary user, over HTTP."""
+ORDINARY_UID = 64055
 SUITE_S = 1200
 PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
@@ -104,42 +109,96 @@ def outcomes(report: Path) -> dict[str, Outcome]:
     return found
 
 
-def run_suite(plug: str, mode: str, shared: Path) -> dict[str, Any]:
-    """Run all checks of `plug` embedded on a new state directory. -> outcomes by name, and the sandboxes that were left."""
+def clean() -> dict[str, str]:
+    """The environment without what concerns this test run."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("CORRAL_", "PYTEST_"))}
+
+
+@contextmanager
+def embedded(state: Path, shared: Path) -> Iterator[dict[str, str]]:
+    """What a client needs to know of a new state directory of this user."""
+    furnish(state, shared)
+    yield {"CORRAL_STATE_DIR": str(state)}
+    corral = [sys.executable, "-c", "from corral.cli.main import main; main()"]
+    subprocess.run([*corral, "gc"], env=clean() | {"CORRAL_STATE_DIR": str(state)}, check=True, capture_output=True)
+
+
+@contextmanager
+def served_by_an_ordinary_user(state: Path, shared: Path) -> Iterator[dict[str, str]]:
+    """What a client needs to know of a server that such a user has started from a checkout which it may only read."""
+    place = shared / "ecosystem-user"
+    home = place / "home"
+    env = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": str(home), "LANG": "C.UTF-8"}
+    env |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "UV_", "SSL_"))}
+    words = ["setpriv", "--reuid", str(ORDINARY_UID), "--regid", str(ORDINARY_UID), "--clear-groups"]
+    words.append(str(place / "checkout" / "corral"))
+
+    def make() -> None:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=CHECKOUT, capture_output=True, check=True).stdout
+        for name in map(os.fsdecode, filter(None, listed.split(b"\0"))):
+            if (CHECKOUT / name).is_file():
+                target = place / "checkout" / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(CHECKOUT / name, target)
+        home.mkdir(mode=0o700)
+        os.chown(home, ORDINARY_UID, ORDINARY_UID)
+        subprocess.run([*words, "--version"], env=env, cwd="/", check=True, capture_output=True)
+
+    once(place, make)
+    furnish(state, shared, ORDINARY_UID)
+    env["CORRAL_STATE_DIR"] = str(state)
+    key = secrets.token_hex(24)
+    serve = [*words, "serve", "--port", "0"]
+    server = subprocess.Popen(serve, env=env | {"CORRAL_ADMIN_KEY": key}, cwd="/", stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield {"CORRAL_URL": server.stdout.readline().split()[-1], "CORRAL_KEY": key}
+    finally:
+        server.terminate()
+        server.wait(120)
+    subprocess.run([*words, "gc"], env=env, cwd="/", check=True, capture_output=True)
+
+
+def run_suite(plug: str, mode: str, shared: Path) -> Path:
+    """Run all checks of `plug` once per test run. -> a file with the outcomes by name, and the sandboxes that were left."""
     place = shared / f"ecosystem-{plug}-{mode}"
     answer = place / "outcomes.json"
 
     def make() -> None:
         python = environment(plug, shared)
-        state = place / "s"
-        furnish(state, shared)
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("CORRAL_", "PYTEST_"))}
-        env = {**clean, "CORRAL_STATE_DIR": str(state), "ECOSYSTEM_RUNTIME": mode, "PYTHONDONTWRITEBYTECODE": "1"}
+        runtime, _, user = mode.partition("-")
         checks = HERE / "inside" / f"{plug.replace('-', '_')}_checks.py"
         report = place / "report.xml"
-        pytest_words = [python, "-m", "pytest", "--rootdir", checks.parent, "--junitxml", report, checks]
-        with open(place / "log", "wb") as log:
-            subprocess.run(pytest_words, cwd=checks.parent, env=env, stdout=log, stderr=log, timeout=SUITE_S)
-        assert report.exists(), (place / "log").read_text(errors="replace")[-4000:]
-        corral = [sys.executable, "-c", "from corral.cli.main import main; main()"]
-        listed = subprocess.run([*corral, "sandbox", "ls", "--json"], env=env, capture_output=True, check=True)
-        left = [box["id"] for box in json.loads(listed.stdout)["items"] if box["state"] != "terminated"]
-        if left:
-            subprocess.run([*corral, "sandbox", "rm", *left], env=env, check=True)
-        subprocess.run([*corral, "gc"], env=env, check=True, capture_output=True)
-        shutil.rmtree(state)
+        with (served_by_an_ordinary_user if user else embedded)(place / "s", shared) as there:
+            env = clean() | there | {"ECOSYSTEM_RUNTIME": runtime, "PYTHONDONTWRITEBYTECODE": "1"}
+            pytest_words = [python, "-m", "pytest", "--rootdir", checks.parent, "--junitxml", report, checks]
+            with open(place / "log", "wb") as log:
+                subprocess.run(pytest_words, cwd=checks.parent, env=env, stdout=log, stderr=log, timeout=SUITE_S)
+            assert report.exists(), (place / "log").read_text(errors="replace")[-4000:]
+            left = delete_what_is_left(env)
+        shutil.rmtree(place / "s")
         found = {name: [outcome.kind, outcome.why] for name, outcome in outcomes(report).items()}
         answer.write_text(json.dumps({"outcomes": found, "left": left}))
 
     once(place, make)
-    return json.loads(answer.read_text())
+    return answer
+
+
+def delete_what_is_left(env: dict[str, str]) -> list[str]:
+    """-> the ids of the sandboxes that were still there."""
+    corral = [sys.executable, "-c", "from corral.cli.main import main; main()", "sandbox"]
+    listed = subprocess.run([*corral, "ls", "--json"], env=env, capture_output=True, check=True)
+    left = [box["id"] for box in json.loads(listed.stdout)["items"] if box["state"] != "terminated"]
+    if left:
+        subprocess.run([*corral, "rm", *left], env=env, check=True)
+    return left
 
 
 class Suite:
     """What came of one suite in one mode."""
 
     def __init__(self, plug: str, mode: str, shared: Path) -> None:
-        told = run_suite(plug, mode, shared)
+        told = json.loads(run_suite(plug, mode, shared).read_text())
         self.outcomes = {name: Outcome(*said) for name, said in told["outcomes"].items()}
         self.left: list[str] = told["left"]
 
