@@ -274,6 +274,16 @@ class Hierarchies:
                 found.update(f"{installation}/{entry.name}" for entry in entries if entry.is_dir(follow_symlinks=False))
         return sorted(found)
 
+    def remove_empty(self, instance: str) -> None:
+        """Remove the groups that any installation has for an instance, as far as nothing runs in them."""
+        _check(instance)
+        for base in {*self.v1.values(), *([self.v2] if self.v2 else [])}:
+            with contextlib.suppress(OSError), os.scandir(f"{base}/{TOP}") as entries:
+                for entry in entries:
+                    if os.path.isdir(f"{entry.path}/{instance}") and _remove_tree(f"{entry.path}/{instance}"):
+                        with contextlib.suppress(OSError):  # others of it are left
+                            _rmdir(entry.path)
+
 
 @cache
 def host() -> Hierarchies:

@@ -218,6 +218,15 @@ def mounts_below(prefix: str) -> list[str]:
     return found
 
 
+def sources(pid: str) -> list[tuple[str, str, str]]:
+    """(device "MAJOR:MINOR", path within its file system, mount point) of each mount that a process sees; "self" is this one."""
+    with open(f"/proc/{pid}/mountinfo", "rb") as table:
+        rows = [line.split(b" ", 5)[2:5] for line in table]
+    return [
+        (os.fsdecode(device), os.fsdecode(_unescape(root)), os.fsdecode(_unescape(at))) for device, root, at in rows
+    ]
+
+
 def umount_below(prefix: str) -> list[str]:
     """Take off every mount at or below `prefix`, newest first; -> those that are still there (somebody uses them)."""
     while points := mounts_below(prefix):

@@ -81,12 +81,15 @@ class SubordinateRange:
 
     def release(self, instance_id: str) -> None:
         """Give the sub-range back. Only when no process and no mount uses it any more. Idempotent."""
-        if self._current() is None:
+        if not self._claims():
             return
+        own = self._current()
         with self._lock():
-            index = self._records().get(instance_id)
-            if index is not None:
-                os.unlink(self._record(index))
+            for block in self._claims():
+                # A lost store leaves us with a new id, and what the old one held under a claim that nobody would ever give back.
+                index = self._entries(block).get(instance_id)
+                if index is not None and (block == own or not processes_of(block[0] + index * SIZE)):
+                    os.unlink(f"{self._directory(block)}/{index}")
 
     def allocated(self) -> dict[str, int]:
         """Every instance id that holds a sub-range -> its first host id."""

@@ -628,8 +628,12 @@ class LocalNode(FileCalls):
         # Nobody remembers who made it: every adapter finds its own by directory and id, and only that.
         directory = self._directory(instance_id)
         for runtime in self._runtimes.values():
-            with contextlib.suppress(CorralError, OSError):
-                await runtime.destroy(runtime.partial_ref(directory, instance_id))
+            try:
+                evidence = await runtime.destroy(runtime.partial_ref(directory, instance_id))
+            except (CorralError, OSError):
+                return
+            if not evidence.clean:
+                return  # nothing is taken from under what may still live; it stays a leftover
         await asyncio.to_thread(remove_tree, directory)
 
 

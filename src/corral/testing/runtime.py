@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -451,6 +451,27 @@ async def concurrent_instances_are_apart(bench: Bench) -> None:
     for box in boxes:
         await box.close()
     await asyncio.gather(*(bench.destroy(box.ref) for box in boxes))
+
+
+@_check
+async def an_instance_of_a_forgotten_installation_goes_with_its_directory_only(bench: Bench) -> None:
+    if bench.config.scripted:
+        raise NotApplicable("an instance lives only as long as its creator")
+    async with bench.box() as box:
+        await box.start(["/bin/busybox", "sleep", "1000"])
+        refs, spec = await box.refs(), box.spec
+        stranger = replace(bench.config, installation_id=f"conf{secrets.token_hex(4)}").make()
+        elsewhere = f"{bench.config.state_dir}/copy-{secrets.token_hex(4)}/{os.path.basename(spec.directory)}"
+        os.makedirs(elsewhere)
+        evidence = await stranger.destroy(stranger.partial_ref(elsewhere, spec.instance_id))
+        assert evidence.clean, evidence
+        assert await box.alive()
+        os.rmdir(os.path.dirname(elsewhere))
+        await box.close()
+        evidence = await stranger.destroy(stranger.partial_ref(spec.directory, spec.instance_id))
+        assert evidence.clean, evidence
+        assert refs and not any(process.is_alive(ref) for ref in refs)
+        assert traces(spec) == []
 
 
 @_check

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from corral.domain.limits import Limits
-from corral.linux import disk, mounts, process, seccomp, userns
+from corral.linux import disk, mounts, nsproc, process, seccomp, userns
 from corral.linux.process import ProcessRef
 from corral.ports.runtime import InstanceRef
 
@@ -216,6 +216,35 @@ def starting(directory: str) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def holders(directory: str) -> list[ProcessRef]:
+    """Processes inside a sandbox that have the disk of this instance mounted: found without any record of it.
+
+    For an instance that nobody remembers: with a store that was lost its control group and ids have an installation's name that is
+    not known any more. The kernel ties a mount to this very directory, so a copy of a state directory never names another's guests.
+    """
+    wanted = {(_device(device), "/workspace") for device in disk.stray_loops(directory)}
+    path = f"{os.path.realpath(place_of(directory))}/disk/workspace"
+    above = [one for one in mounts.sources("self") if path.startswith(one[2].rstrip("/") + "/")]
+    if (
+        above
+    ):  # a disk that is a plain directory: the last mount at the longest point is the one that the path leads through
+        device, root, point = max(enumerate(above), key=lambda found: (len(found[1][2]), found[0]))[1]
+        wanted.add((device, root.rstrip("/") + path[len(point.rstrip("/")) :]))
+    ours, found = nsproc.depth(os.getpid()), []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        ref = process.ref_of(pid)
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            seen = any(one[:2] in wanted for one in mounts.sources(str(pid)))
+            if seen and ref is not None and nsproc.depth(pid) > ours and process.is_alive(ref):
+                found.append(ref)
+    return found
+
+
+def _device(path: str) -> str:
+    number = os.stat(path).st_rdev
+    return f"{os.major(number)}:{os.minor(number)}"
 
 
 def said(directory: str, size: int = 2000) -> str:

@@ -375,6 +375,8 @@ class BubblewrapRuntime:
         if not ref.data:
             for stray in nsproc.with_arguments(bwrap.marker(ref.instance_id)):
                 found.setdefault(stray.pid, stray)
+            for stray in _instance.holders(ref.directory):
+                found.setdefault(stray.pid, stray)
         return [one for one in found.values() if one.pid > 1 and one.pid != os.getpid() and process.is_alive(one)]
 
     def _recorded_init(self, ref: InstanceRef) -> ProcessRef | None:
@@ -408,6 +410,8 @@ class BubblewrapRuntime:
         clock.lap("stop")
         faults.point("runtime.destroy.stopped")
         left += [f"cgroup {path}" for path in self._group(ref.instance_id).remove()]
+        if not ref.data:
+            cgroups.host().remove_empty(ref.instance_id)
         faults.point("runtime.destroy.cgroup")
         clock.lap("cgroup")
         left += _instance.clear_place(ref.directory)

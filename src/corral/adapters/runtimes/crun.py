@@ -267,6 +267,10 @@ class CrunRuntime:
                 for pid in alive:
                     if pid > 1 and (stray := process.ref_of(pid)) is not None:
                         process.kill(stray)
+            if not alive and not ref.data:
+                for stray in _instance.holders(ref.directory):
+                    alive.append(stray.pid)
+                    process.kill(stray)
             if not alive and not starting:
                 if init is not None:
                     process.collect(init)
@@ -297,6 +301,8 @@ class CrunRuntime:
         faults.point("runtime.destroy.stopped")
         disk.remove_tree(f"{self._records}/{ref.instance_id}")
         left += [f"cgroup {path}" for path in self._group(ref.instance_id).remove()]
+        if not ref.data:
+            cgroups.host().remove_empty(ref.instance_id)
         faults.point("runtime.destroy.cgroup")
         clock.lap("cgroup")
         left += _instance.clear_place(ref.directory)
