@@ -12,8 +12,12 @@ import stat
 import sys
 import tarfile
 
-from corral.guest.entries import CHUNK, Refused, raw
+from corral.guest.entries import CHUNK, Refused, raw, refusal_of
 
+MAX_NAMES = 1024 * 1024
+_NAMES = (
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
+)  # fmt: skip
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -66,6 +70,22 @@ def clear(directory: int, name: bytes, entry: str) -> None:
         raise
 
 
+class Header(tarfile.TarInfo):
+    """One header of a stream that has to be whole: what `tarfile` takes for an end of the archive is an end only if it says so."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
+        try:
+            header = super().frombuf(buf, encoding, errors)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error}, before the end of the archive") from None
+        if header.type in _NAMES and header.size > MAX_NAMES:  # they are read into memory as a whole
+            raise tarfile.ReadError(f"names and attributes of {header.size} bytes")
+        return header
+
+
 class Unpacker:
     def __init__(self, root: int, max_bytes: int, max_entries: int) -> None:
         self.root = root
@@ -100,6 +120,12 @@ class Unpacker:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise Refused("too_large", f"no room for {entry!r}: the disk limit is reached", entry) from None
             raise Refused("invalid_value", f"{entry!r}: {error.strerror}", entry) from None
+        except (
+            tarfile.TarError,
+            OverflowError,
+            ValueError,
+        ) as error:  # cut short; a NUL in a link; a time that no file can have
+            raise Refused("invalid_value", f"{entry!r}: {error}", entry) from None
 
     def place(self, archive: tarfile.TarFile, member: tarfile.TarInfo, here: int, parts: list[bytes]) -> None:
         name, entry = parts[-1], member.name
@@ -159,10 +185,18 @@ class Unpacker:
 
 
 def unpack(destination: str, max_bytes: int, max_entries: int) -> None:
-    os.makedirs(raw(destination), exist_ok=True)
-    root = os.open(raw(destination), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    target = raw(destination)
     try:
-        with tarfile.open(fileobj=sys.stdin.buffer, mode="r|", encoding="utf-8", errors="surrogateescape") as archive:
+        os.makedirs(target, exist_ok=True)
+        root = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            raise Refused("not_a_directory", f"{destination!r} is or leads through a file", destination) from None
+        raise refusal_of(error, target) from None
+    try:
+        with tarfile.open(
+            fileobj=sys.stdin.buffer, mode="r|", tarinfo=Header, encoding="utf-8", errors="surrogateescape"
+        ) as archive:
             Unpacker(root, max_bytes, max_entries).run(archive)
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise Refused("invalid_value", f"not a tar archive, or cut short: {error}") from None
@@ -232,5 +266,9 @@ def _add(archive: tarfile.TarFile, path: bytes, name: bytes) -> None:
             finally:
                 os.close(fd)
         archive.members = []  # type: ignore[attr-defined]
+    except FileNotFoundError:
+        if b"/" not in name:
+            raise Refused("not_found", f"{shown!r} does not exist", shown) from None
+        # else removed meanwhile, as files of a program that runs are; its name had been read, nothing of it was sent
     except OSError as error:
         raise Refused("invalid_value", f"{shown!r}: {error.strerror}", shown) from None

@@ -377,6 +377,11 @@ def _rename(old: bytes, new: bytes, overwrite: bool) -> None:
 def _carry(old: bytes, new: bytes, overwrite: bool) -> None:
     import shutil
 
+    # Looked at before anything is copied: what could not be removed afterwards would be there twice.
+    if os.path.ismount(old):
+        raise Refused("invalid_value", f"{shown(old)!r} is where a file system begins", shown(old))
+    if not os.access(os.path.dirname(old) or b"/", os.W_OK | os.X_OK):
+        raise Refused("permission_denied", f"{shown(old)!r} may not leave its directory", shown(old))
     beside = _join(os.path.dirname(new), part_name())
     try:
         if stat.S_ISDIR(os.lstat(old).st_mode):

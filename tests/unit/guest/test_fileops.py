@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,3 +115,11 @@ def test_a_directory_below_a_file_is_refused_for_the_file(tmp_path: Path) -> Non
         assert run("mkdir", str(path), "1", "0755")[2]["code"] == "not_a_directory"
         assert run("write", str(path), "-", "1", "1", "-")[2]["code"] == "not_a_directory"
     assert run("mkdir", str(tmp_path / "file"), "1", "0755")[2]["code"] == "already_exists"
+
+
+@pytest.mark.parametrize("source", [b"/", b"/proc"])
+def test_where_a_file_system_begins_is_not_copied_to_another_one(tmp_path: Path, source: bytes) -> None:
+    with pytest.raises(fileops.Refused) as caught:
+        fileops._carry(source, os.fsencode(tmp_path / "got"), False)
+    assert (caught.value.code, caught.value.entry) == ("invalid_value", source.decode())
+    assert os.listdir(tmp_path) == []
