@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from acceptance import conftest as harness
 from acceptance.conftest import Box, marker, user_checkout
 
-__all__ = ["Box", "marker", "user_checkout"]
+__all__ = ["Box", "Served", "marker", "user_checkout"]
 
 
 def _made(mode: str, shared: Path, name: str = "e") -> Iterator[Box]:
@@ -58,3 +60,36 @@ def one(shared: Path) -> Iterator[Box]:
 def sandbox(box: Box) -> Iterator[str]:
     """One sandbox for tests that leave it as it was."""
     yield box.sandbox()
+
+
+KEY = "a-key-of-this-suite-" + "0" * 12
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server, the box on its state directory, and a box whose commands go to the server by URL."""
+
+    local: Box
+    remote: Box
+    port: int
+
+    def through(self, port: int) -> Box:
+        """The same by another port of loopback."""
+        return dataclasses.replace(self.remote, env=self.remote.env | {"CORRAL_URL": f"http://127.0.0.1:{port}"})
+
+
+@pytest.fixture(scope="session")
+def served(shared: Path) -> Iterator[Served]:
+    """`corral serve` on loopback, with the first runtime and user that can run here."""
+    mode = harness.MODES[0]
+    for local in _made(mode, shared, "served"):
+        environment = local.env | {"CORRAL_ADMIN_KEY": KEY}
+        server = dataclasses.replace(local, env=environment).popen("serve", "--port", "0")
+        assert server.stdout is not None
+        port = int(server.stdout.readline().decode().rpartition(":")[2])
+        nowhere = {"CORRAL_STATE_DIR": "/dev/null/none", "CORRAL_URL": f"http://127.0.0.1:{port}", "CORRAL_KEY": KEY}
+        try:
+            yield Served(local, dataclasses.replace(local, env=local.env | nowhere), port)
+        finally:
+            server.terminate()
+            assert server.wait(60) == 0

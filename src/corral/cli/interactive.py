@@ -34,7 +34,7 @@ STOOD_S = 60.0
 LAST_WORDS_S = 10.0
 _AWAY = ("node_unavailable", "shutting_down")
 _HANGUP = 1
-_BEYOND = 10**11
+_BEYOND = 10**11 - 1
 """Further than any input: the refusal says where the input stands."""
 
 
