@@ -14,12 +14,16 @@ import socket
 import threading
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
 from corral import config
 from corral.cli import leaving, terminal
 from corral.errors import CorralError
+
+if TYPE_CHECKING:
+    import logging
 
 DEFAULT_PORT = 8484
 DRAIN_S = 10.0
@@ -105,7 +109,16 @@ def _show_failures() -> None:
     handler = logging.StreamHandler()
     handler.setLevel(logging.ERROR)
     handler.setFormatter(logging.Formatter("corral: %(message)s"))
+    handler.addFilter(_without_trace)
     logging.getLogger("uvicorn.error").addHandler(handler)
+
+
+def _without_trace(record: logging.LogRecord) -> bool:
+    """An answer that had to be broken off, because its sandbox was deleted or a file changed, is no failure of the server."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, CorralError):
+        record.msg, record.args, record.exc_info, record.exc_text = f"an answer was broken off: {error}", (), None, None
+    return True
 
 
 class _stopping:
