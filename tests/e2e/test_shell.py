@@ -14,7 +14,7 @@ import pytest
 from acceptance.conftest import Box, eventually, marked, owner_of
 from integration.breaking import BreakingProxy
 
-from .conftest import Served
+from .conftest import KEY, Served
 from .person import PROMPT, Person
 
 DETACH = b"\x1d\x1d"
@@ -307,3 +307,34 @@ def test_the_end_of_the_process_that_serves_the_directory_is_not_noticed(one: Bo
         assert owner_of(one.state) == person.process.pid
         person.type("exit 5\r")
         assert person.leaves() == 5
+
+
+def test_a_restart_of_the_server_is_not_noticed(one: Box) -> None:
+    there = Box(one.name, one.runtime, one.state, one.prefix, one.program, one.env | {"CORRAL_ADMIN_KEY": KEY})
+
+    def serve() -> tuple[subprocess.Popen[bytes], int]:
+        server = there.popen("serve", "--port", "0")
+        assert server.stdout is not None
+        return server, int(server.stdout.readline().decode().rpartition(":")[2])
+
+    server, port = serve()
+    proxy = BreakingProxy(port, seed=1)
+    proxy.calm = True
+    away = {"CORRAL_URL": f"http://127.0.0.1:{proxy.port}", "CORRAL_KEY": KEY}
+    try:
+        with Person(Box(one.name, one.runtime, one.state, one.prefix, one.program, one.env | away), "shell") as person:
+            person.sees(PROMPT)
+            person.type("left=alive; echo before\r")
+            person.sees("\nbefore\r\n")
+            server.terminate()
+            assert server.wait(60) == 0
+            person.type("echo $left and ")
+            server, proxy.target = serve()
+            person.type("well\r")
+            person.sees("\nalive and well\r\n")
+            person.type("exit 5\r")
+            assert person.leaves() == 5
+    finally:
+        proxy.close()
+        server.terminate()
+        server.wait(60)

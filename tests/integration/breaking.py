@@ -12,7 +12,7 @@ class BreakingProxy:
     """Listens on `port` of loopback; a connection is cut after at most `high` bytes, unless `calm`. Counts what it `cut`."""
 
     def __init__(self, target: int, seed: int, high: int = 30_000, share: float = 0.7) -> None:
-        self._target = target
+        self.target = target
         self._random = random.Random(seed)
         self._guard = threading.Lock()
         self._high = high
@@ -46,7 +46,7 @@ class BreakingProxy:
             except OSError:
                 return
             try:
-                far = socket.create_connection(("127.0.0.1", self._target))
+                far = socket.create_connection(("127.0.0.1", self.target))
             except OSError:
                 near.close()
                 continue
