@@ -108,6 +108,10 @@ class Application:
 
     def _refusal(self, scope: Scope, request: Request) -> CorralError | None:
         """What can be said without looking at the body."""
+        names = [name for name, _ in scope["headers"]]
+        if names.count(b"authorization") > 1 or (b"content-length" in names and b"transfer-encoding" in names):
+            # A proxy in front may have read the other one.
+            return CorralError("bad_request", "two keys, or two lengths of the body", hint="send one of each")
         if self._key is not None and request.path not in OPEN_TO_ALL:
             given = request.headers.get("authorization", "")
             if not self._key.accepts(given):

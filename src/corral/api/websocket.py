@@ -189,6 +189,7 @@ class _Connection:
         document = decode(message["text"].encode("utf-8", "replace"))
         if not isinstance(document, dict) or not isinstance(document.get("type"), str):
             raise CorralError("bad_request", "a message is an object with a type")
+        document.pop("data", None)  # our own name for what is decoded
         if document["type"] == "stdin":
             text, encoded = document.get("text"), document.get("base64")
             if text is not None and (encoded is not None or not isinstance(text, str)):

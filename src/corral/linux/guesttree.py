@@ -43,6 +43,7 @@ _RESOLVE = 0x01 | 0x02 | 0x04 | 0x08  # NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BEN
 _BASE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _CAPABILITY_VERSION_3 = 0x20080522
 _DAC_READ_SEARCH = 1 << 2
+_SYNC_PAGES = 1 | 2 | 4  # wait, write, wait; no journal, no flush of the device
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -308,20 +309,24 @@ class GuestTree:
         finally:
             os.close(root)
 
-    def scan(self, previous: Manifest | None = None) -> Manifest:
-        """The manifest now. Files that are provably untouched since `previous` are not read again."""
-        return self._with_root(lambda root: self._scan(root, previous), read_all=True)
+    def scan(self, previous: Manifest | None = None, *, settle: bool = False) -> Manifest:
+        """The manifest now. Files that are provably untouched since `previous` are not read again.
 
-    def look(self, previous: Manifest | None = None) -> Look:
+        `settle`: programs run, so what is read is written back first. The kernel moves the change time at the first write through a
+        mapping after a write-back only; a stamp would otherwise hold for what such a program still writes.
+        """
+        return self._with_root(lambda root: self._scan(root, previous, settle), read_all=True)
+
+    def look(self, previous: Manifest | None = None, *, settle: bool = False) -> Look:
         """`scan`, with what `is_as_seen` needs."""
 
         def work(root: int) -> Look:
             info = os.fstat(root)
-            return Look((info.st_ino, info.st_ctime_ns), self._scan(root, previous))
+            return Look((info.st_ino, info.st_ctime_ns), self._scan(root, previous, settle))
 
         return self._with_root(work, read_all=True)
 
-    def _scan(self, root: int, previous: Manifest | None) -> Manifest:
+    def _scan(self, root: int, previous: Manifest | None, settle: bool) -> Manifest:
         walk = _Walk(root, self._caps)
         manifest = Manifest(taken_ns=time.time_ns())
         budget = self._caps.hash_bytes
@@ -340,13 +345,15 @@ class GuestTree:
                 known = _untouched(previous, path, info)
                 if known is None and info.st_size <= budget:
                     budget -= info.st_size
-                    known, info = self._hash(walk, fd, name, info)
+                    known, info = self._hash(walk, fd, name, info, settle)
                 manifest.entries[path] = Entry("file", info.st_size, mode, info.st_ino, info.st_ctime_ns, known)
         manifest.complete = walk.complete
         return manifest
 
     @staticmethod
-    def _hash(walk: _Walk, fd: int, name: bytes, info: os.stat_result) -> tuple[bytes | None, os.stat_result]:
+    def _hash(
+        walk: _Walk, fd: int, name: bytes, info: os.stat_result, settle: bool
+    ) -> tuple[bytes | None, os.stat_result]:
         try:
             source, info = _open_regular(fd, name)
         except OSError:
@@ -354,6 +361,8 @@ class GuestTree:
         whole = hashlib.sha256()
         left = info.st_size
         try:
+            if settle:
+                _libc.sync_file_range(source, ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(_SYNC_PAGES))
             while left > 0 and not walk.late():
                 piece = os.read(source, min(CHUNK, left))
                 if not piece:

@@ -11,7 +11,6 @@ from corral.linux.guesttree import Look
 from corral.node import files, transfers
 from corral.node.body import Body
 from corral.ports.node import Collected, FileBlocks, FileEvents, FileInfo, FilePage
-from corral.ports.runtime import HostTree
 
 
 class FileCalls:
@@ -31,7 +30,7 @@ class FileCalls:
     async def put_files(self, instance_id: str, fence: Fence, items: Sequence[tuple[str, int, bytes | None]]) -> None:
         body = self._alive(instance_id)
         self._check_fence(body, fence)
-        await files.put(body.tree, self._mark_path(instance_id), items)
+        await files.put(body.tree, self._mark_path(instance_id), items, settle=not body.is_quiet)
 
     async def put_tar(
         self, instance_id: str, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str = "sandbox"
@@ -133,11 +132,9 @@ class FileCalls:
                 with contextlib.suppress(OSError):
                     files.touch(self._mark_path(instance_id))
 
-    def _tree(self, instance_id: str) -> HostTree:
-        return self._alive(instance_id).tree
-
     async def mark(self, instance_id: str) -> None:
-        await files.mark(self._tree(instance_id), self._mark_path(instance_id))
+        body = self._alive(instance_id)
+        await files.mark(body.tree, self._mark_path(instance_id), settle=not body.is_quiet)
 
     async def collect(
         self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None, mark: bool = False
@@ -156,6 +153,7 @@ class FileCalls:
             max_bytes=max_bytes,
             into=into,
             mark=mark,
+            settle=not quiet,
             seen=looks.append,
         )
         if quiet and body.is_quiet and looks:

@@ -53,7 +53,9 @@ def _save(path: str, manifest: Manifest) -> None:
     os.replace(path + ".new", path)
 
 
-async def put(tree: HostTree, mark_path: str, items: Sequence[tuple[str, int, bytes | None]]) -> None:
+async def put(
+    tree: HostTree, mark_path: str, items: Sequence[tuple[str, int, bytes | None]], *, settle: bool = False
+) -> None:
     """Write files, and directories (without content); what we put counts as there before the program ran."""
     guest = _workspace(tree)
 
@@ -61,7 +63,7 @@ async def put(tree: HostTree, mark_path: str, items: Sequence[tuple[str, int, by
         guest.put(items)
         previous = _load(mark_path)
         if previous is not None:
-            current = guest.scan(previous)
+            current = guest.scan(previous, settle=settle)
             for path, _, _ in items:
                 parts = [part for part in os.fsencode(path).split(b"/") if part not in (b"", b".")]
                 for depth in range(1, len(parts) + 1):
@@ -73,12 +75,12 @@ async def put(tree: HostTree, mark_path: str, items: Sequence[tuple[str, int, by
     await asyncio.to_thread(work)
 
 
-async def mark(tree: HostTree, mark_path: str) -> None:
-    """The workspace as it is now becomes the base of the next `collect`."""
+async def mark(tree: HostTree, mark_path: str, *, settle: bool = False) -> None:
+    """The workspace as it is now becomes the base of the next `collect`. `settle`: programs run, see `GuestTree.scan`."""
     guest = _workspace(tree)
 
     def work() -> None:
-        _save(mark_path, guest.scan(_load(mark_path)))
+        _save(mark_path, guest.scan(_load(mark_path), settle=settle))
         with contextlib.suppress(FileNotFoundError):
             os.unlink(mark_path + _STALE)
 
@@ -90,10 +92,10 @@ def touch(mark_path: str) -> None:
     os.close(os.open(mark_path + _STALE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
-async def freshen(tree: HostTree, mark_path: str) -> None:
+async def freshen(tree: HostTree, mark_path: str, *, settle: bool = False) -> None:
     """What callers changed since the last `mark` counts as there before."""
     if os.path.exists(mark_path + _STALE):
-        await mark(tree, mark_path)
+        await mark(tree, mark_path, settle=settle)
 
 
 async def collect(
@@ -104,6 +106,7 @@ async def collect(
     max_bytes: int,
     into: str | None,
     mark: bool = False,
+    settle: bool = False,
     seen: Callable[[Look], None] = lambda look: None,
 ) -> Collected:
     """See `ports.node.Node.collect`. Globs may be absolute (`/workspace/…`) or relative to the workspace.
@@ -115,7 +118,7 @@ async def collect(
 
     def work() -> Collected:
         previous = _load(mark_path)
-        look = guest.look(previous)
+        look = guest.look(previous, settle=settle)
         now = look.manifest
         changes, more = diff(previous if previous is not None else Manifest(), now, MAX_CHANGES)
         if mark and (

@@ -397,7 +397,7 @@ class LocalNode(FileCalls):
         job: Exec | None = None
         try:
             if not body.execs:
-                await files.freshen(body.tree, self._mark_path(instance_id))
+                await files.freshen(body.tree, self._mark_path(instance_id), settle=not body.is_quiet)
             job = self._exec(body, spec.exec_id, data)
             if spec.stdin:
                 job.spool.save_input(spec.stdin, not spec.stdin_open)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corral.api import asgi, server
+from corral.api import asgi, server, websocket
 from corral.api.asgi import Application
 from corral.api.keys import AdminKey
 from corral.errors import CorralError
@@ -150,3 +150,35 @@ async def test_a_stranger_who_sends_a_body_is_hung_up_on(port: int) -> None:
     assert (status, fields["connection"], fields["www-authenticate"]) == (401, "close", "Bearer")
     assert await asyncio.wait_for(reader.read(), 30) == b""
     writer.close()
+
+
+@pytest.mark.parametrize(
+    "more", [f"Authorization: Bearer {KEY}\r\n", "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n"]
+)
+async def test_what_a_proxy_may_read_otherwise_is_refused(port: int, more: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(ASK + more.encode() + b"\r\n" + (b"0\r\n\r\n" if "chunked" in more else b""))
+    status, _, body = await said(reader)
+    assert (status, json.loads(body)["code"]) == (400, "bad_request")
+    writer.close()
+
+
+async def test_a_message_cannot_name_what_is_counted_as_input() -> None:
+    messages = iter(
+        [
+            {"type": "websocket.receive", "text": '{"type": "ping", "data": 5}'},
+            {"type": "websocket.receive", "text": '{"type": "stdin", "text": "a", "data": 5}'},
+            {"type": "websocket.disconnect"},
+        ]
+    )
+
+    async def receive() -> Any:
+        return next(messages)
+
+    nothing: Any = None
+    connection = websocket._Connection(nothing, nothing, "exe_x", False, receive, nothing, nothing)
+    with pytest.raises(websocket._Closed) as closed:
+        await connection._listen()
+    assert closed.value.code is None
+    assert connection._inbox.get_nowait() == {"type": "ping"}
+    assert connection._inbox.get_nowait()["data"] == b"a"

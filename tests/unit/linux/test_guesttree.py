@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -133,6 +135,26 @@ def test_a_change_of_equal_size_right_after_a_scan_is_seen(tree: tuple[Path, Gue
             file.write(b"b")
         changes, _ = diff(before, guest.scan(before))
         assert [c.change for c in changes] == ["modified"], turn
+
+
+def test_a_program_that_writes_on_through_a_mapping_is_seen_once_its_file_was_settled(
+    tree: tuple[Path, GuestTree],
+) -> None:
+    root, guest = tree
+    kind = subprocess.run(
+        ["stat", "-f", "-c", "%T", str(root)], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if kind == "tmpfs":
+        pytest.skip("a write through a mapping of tmpfs leaves no stamp at all")
+    guest.put([("db", 0o644, bytes(4096))])
+    with open(root / "db", "r+b") as file, mmap.mmap(file.fileno(), 4096) as mapped:
+        mapped[0:5] = b"first"
+        while time.time_ns() - os.fstat(file.fileno()).st_ctime_ns <= 2 * RACY_NS:
+            time.sleep(0.01)
+        before = guest.scan(settle=True)
+        mapped[0:5] = b"again"
+        changes, _ = diff(before, guest.scan(before))
+    assert [(c.change, c.path) for c in changes] == [("modified", b"db")]
 
 
 def _after_the_next_tick(scratch: Path) -> None:
