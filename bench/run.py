@@ -17,6 +17,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTHON = next(
@@ -299,45 +301,43 @@ def measure(peers: list[Peer], rounds: int, seed: int, sweep: Callable[[], None]
     return kept, rounds - len(kept)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--peers", default="")
+def arguments(doc: str | None, rounds: int = 60) -> argparse.ArgumentParser:
+    """What every benchmark of this package takes."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--peers", default="", help="names, with commas between; all by default")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    scratch = Path(tempfile.mkdtemp(prefix="cb-"))
-    scratch.chmod(0o755)
-    bench = Bench(scratch)
+    return parser
+
+
+def conduct(
+    options: argparse.Namespace,
+    scratch: Path,
+    undo: contextlib.ExitStack,
+    makers: dict[str, Callable[[], Peer]],
+    always: tuple[str, ...] = ("fork",),
+    sweep: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Any], list[Peer], list[int]]:
+    """Make the wanted peers, run the rounds with a `sweep` after each, take all down; -> (report, peers, indices of the rounds that count)."""
     wanted = [name for name in options.peers.split(",") if name]
     peers: list[Peer] = []
     unavailable: dict[str, str] = {}
     load = os.getloadavg()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what runs is taken down then too
     try:
-        for name, make in makers(bench).items():
-            if wanted and name not in wanted and name != "fork":
+        for name, make in makers.items():
+            if wanted and name not in wanted and name not in always:
                 continue
             try:
                 peers.append(make())
             except Unavailable as why:
                 unavailable[name] = str(why)
-        kept, dropped = measure(peers, options.rounds, options.seed, lambda: None)
+        kept, dropped = measure(peers, options.rounds, options.seed, sweep)
     finally:
-        bench.undo.close()
+        undo.close()
     left = leftovers(scratch)
     shutil.rmtree(scratch, ignore_errors=True)
-
-    rng = random.Random(options.seed)
-    by_name = {p.name: p for p in peers}
-    rows = []
-    for peer in peers:
-        times = [peer.times[i] for i in kept]
-        base = by_name.get(peer.against or "")
-        ratio = interval([peer.times[i] / base.times[i] for i in kept], rng) if base else None
-        rows.append(
-            {"name": peer.name, "what": peer.what, "against": peer.against, "ratio": ratio, "budget": peer.budget}
-            | {"median_ms": statistics.median(times), "min_ms": min(times), "max_ms": max(times), "times_ms": times}
-        )
     report = {
         "rounds": options.rounds,
         "dropped": dropped,
@@ -350,13 +350,34 @@ def main() -> int:
         "user": os.geteuid(),
         "unavailable": unavailable,
         "left": left,
-        "peers": rows,
+        "peers": _rows(peers, kept, options.seed),
     }
+    return report, peers, kept
+
+
+def _rows(peers: list[Peer], kept: list[int], seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    by_name = {p.name: p for p in peers}
+    rows = []
+    for peer in peers:
+        times = [peer.times[i] for i in kept]
+        base = by_name.get(peer.against or "")
+        ratio = interval([peer.times[i] / base.times[i] for i in kept], rng) if base else None
+        rows.append(
+            {"name": peer.name, "what": peer.what, "against": peer.against, "ratio": ratio, "budget": peer.budget}
+            | {"median_ms": statistics.median(times), "min_ms": min(times), "max_ms": max(times), "times_ms": times}
+        )
+    return rows
+
+
+def show(report: dict[str, Any], where: Path | None) -> int:
+    """Print and keep the report; -> exit status."""
+    load = report["load"][0], report["load_after"][0]
     print(
-        f"{options.rounds} rounds, {dropped} dropped, seed {options.seed}, kernel {report['kernel']}, load {load[0]:.2f} -> {report['load_after'][0]:.2f}"
+        f"{report['rounds']} rounds, {report['dropped']} dropped, seed {report['seed']}, kernel {report['kernel']}, load {load[0]:.2f} -> {load[1]:.2f}"
     )
     print(f"{'peer':<20} {'median':>8} {'min':>8} {'max':>8}   ratio [95 %]            what")
-    for row in rows:
+    for row in report["peers"]:
         shown = (
             f"{row['ratio'][0]:6.2f} [{row['ratio'][1]:.2f} {row['ratio'][2]:.2f}] x {row['against']}"
             if row["ratio"]
@@ -366,13 +387,22 @@ def main() -> int:
         print(
             f"{row['name']:<20} {row['median_ms']:8.2f} {row['min_ms']:8.2f} {row['max_ms']:8.2f}   {shown:<36} {row['what']}{late}"
         )
-    for name, why in unavailable.items():
+    for name, why in report["unavailable"].items():
         print(f"{name:<20} unavailable: {why}")
-    if left:
-        print("LEFT BEHIND:", *left, sep="\n  ")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
-    return 1 if left else 0
+    if report["left"]:
+        print("LEFT BEHIND:", *report["left"], sep="\n  ")
+    if where:
+        where.write_text(json.dumps(report, indent=1))
+    return 1 if report["left"] else 0
+
+
+def main() -> int:
+    options = arguments(__doc__).parse_args()
+    scratch = Path(tempfile.mkdtemp(prefix="cb-"))
+    scratch.chmod(0o755)
+    bench = Bench(scratch)
+    report, _, _ = conduct(options, scratch, bench.undo, makers(bench))
+    return show(report, options.json)
 
 
 if __name__ == "__main__":
