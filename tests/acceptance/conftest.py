@@ -11,11 +11,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from furnished import furnish, once
+
+if TYPE_CHECKING:
+    from .serving import Server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ORDINARY_UID = 54321
@@ -190,16 +193,12 @@ def user_box(state: Path, shared: Path) -> Box:
 MODES = ("bubblewrap-root", "bubblewrap-user", "crun-root") if os.geteuid() == 0 else ("bubblewrap-user",)
 
 
-@pytest.fixture(scope="session", params=MODES)
-def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
-    """Parametrised over runtime and user; one state directory per worker and mode, searched for leftovers at the end."""
-    mode = request.param
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    state = shared / f"s-{mode}-{worker}"
-    box = user_box(state, shared) if mode == "bubblewrap-user" else root_box(state, shared, mode.partition("-")[0])
-    made = box("run", "--runtime", box.runtime, "-c", "print(1)", timeout=600)
-    assert (made.returncode, made.stdout) == (0, b"1\n"), made.stderr
-    yield box
+def _box_of(mode: str, state: Path, shared: Path) -> Box:
+    return user_box(state, shared) if mode == "bubblewrap-user" else root_box(state, shared, mode.partition("-")[0])
+
+
+def _empty(box: Box) -> None:
+    """End what lives on a state directory, and search the host for what is left of it."""
     for process in box.started:
         if process.poll() is None:
             process.kill()
@@ -211,6 +210,45 @@ def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
     gone = box("gc")
     assert gone.returncode == 0, gone.stderr
     assert box.document("doctor", "--json")[1]["leftovers"] == []
-    assert not holding(state), "a process of this state directory lives on"
-    assert str(state) not in Path("/proc/self/mountinfo").read_text()
-    shutil.rmtree(state, ignore_errors=True)
+    assert not holding(box.state), "a process of this state directory lives on"
+    assert str(box.state) not in Path("/proc/self/mountinfo").read_text()
+    shutil.rmtree(box.state, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", params=MODES)
+def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
+    """Parametrised over runtime and user; one state directory per worker and mode, searched for leftovers at the end."""
+    mode = request.param
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    box = _box_of(mode, shared / f"s-{mode}-{worker}", shared)
+    made = box("run", "--runtime", box.runtime, "-c", "print(1)", timeout=600)
+    assert (made.returncode, made.stdout) == (0, b"1\n"), made.stderr
+    yield box
+    _empty(box)
+
+
+@pytest.fixture(scope="session")
+def serve(shared: Path) -> Iterator[Callable[[str], Server]]:
+    """`corral serve` of a mode, one per worker, started when it is asked for; searched for leftovers and failures at the end."""
+    from .serving import Server
+
+    servers: dict[str, Server] = {}
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+
+    def of(mode: str) -> Server:
+        if mode not in servers:
+            servers[mode] = Server(_box_of(mode, shared / f"v-{mode}-{worker}", shared))
+        return servers[mode]
+
+    yield of
+    for server in servers.values():
+        server.stop()
+        _empty(server.box)
+    for server in servers.values():
+        assert "Traceback" not in server.said, server.said[-4000:]
+
+
+@pytest.fixture(params=MODES)
+def server(request: pytest.FixtureRequest, serve: Callable[[str], Server]) -> Server:
+    """A server of each runtime and user."""
+    return serve(request.param)
