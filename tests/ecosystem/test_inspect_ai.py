@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from foreign import MODES, Suite, names
+from foreign import HERE, MODES, Suite, clean, embedded, environment, names
 
 PLUG = "inspect-ai"
 CANNOT = {
@@ -32,3 +33,12 @@ def test_their_suite_has_the_checks_that_are_known_here(suite: Suite) -> None:
 
 def test_every_sandbox_was_deleted(suite: Suite) -> None:
     assert suite.left == []
+
+
+def test_the_plug_does_what_their_checks_do_not_ask(shared: Path) -> None:
+    python = environment(PLUG, shared)
+    with embedded(shared / "ecosystem-inspect-plug", shared) as there:
+        words = [python, "-m", "pytest", "--rootdir", HERE / "inside", HERE / "inside" / "inspect_ai_plug.py"]
+        env = clean() | there | {"PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(words, cwd=HERE / "inside", env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout[-4000:]
