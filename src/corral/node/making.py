@@ -125,6 +125,7 @@ async def undo(journal: Journal, runtime: Runtime, directory: str, instance_id: 
     """Remove an instance by its journalled ref; the entry goes only with everything else."""
     entry = journal.instances.get(instance_id)
     ref = ref_from_json(entry.data["ref"]) if entry is not None else runtime.partial_ref(directory, instance_id)
+    ref = dataclasses.replace(ref, directory=directory)  # the state directory may have been moved since
     evidence = await runtime.destroy(ref)
     left = list(evidence.left)
     if evidence.clean:
