@@ -207,7 +207,7 @@ class Spool:
             stream, upto, t_ms = found
             data = self._read(stream, done[stream], min(PIECE, upto - done[stream]))
             if not data:
-                raise CorralError("infra_error", "the spool lost bytes")
+                raise CorralError("cursor_gone", "the output is no longer kept")
             offset = done[stream]
             done[stream] += len(data)
             yield Chunk(stream, offset, data, t_ms, f"{done['stdout']}.{done['stderr']}")

@@ -96,7 +96,7 @@ class Lifecycle:
         self._core = core
         self._execs = execs
         self._providing: dict[str, asyncio.Task[SandboxView]] = {}
-        self._destroying: dict[str, asyncio.Task[SandboxView]] = {}
+        self._destroying: dict[str, tuple[asyncio.Task[SandboxView], asyncio.Event]] = {}
         self._seen: OrderedDict[str, SandboxView] = OrderedDict()
         """Views as last committed here, to decide over without a read: every commit compares the version again."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -645,22 +645,38 @@ class Lifecycle:
         return await self.destroy(sandbox_id, why)
 
     async def destroy(
-        self, sandbox_id: str, cause: str, audit: AuditRecord | None = None, event: str = "destroy"
+        self,
+        sandbox_id: str,
+        cause: str,
+        audit: AuditRecord | None = None,
+        event: str = "destroy",
+        wait_s: float | None = None,
     ) -> SandboxView:
-        """End the sandbox whatever it does; returns when nothing of it is left. Idempotent; joins a call that is under way."""
-        task = self._destroying.get(sandbox_id)
-        if task is None:
-            work = self._destroy(sandbox_id, cause, audit, event)
-            task = self._core.spawn(work, f"{sandbox_id} destroy", last=True)
-            self._destroying[sandbox_id] = task
-            task.add_done_callback(lambda _: self._destroying.pop(sandbox_id, None))
-        return await asyncio.shield(task)
+        """End the sandbox whatever it does; returns when nothing of it is left, or as it is after `wait_s`.
 
-    async def _destroy(self, sandbox_id: str, cause: str, audit: AuditRecord | None, event: str) -> SandboxView:
+        Never before its end is committed: whoever has the answer knows that it will not run again. Idempotent; joins a call that
+        is under way.
+        """
+        if sandbox_id not in self._destroying:
+            condemned = asyncio.Event()
+            work = self._destroy(sandbox_id, cause, audit, event, condemned)
+            task = self._core.spawn(work, f"{sandbox_id} destroy", last=True)
+            task.add_done_callback(lambda _: self._destroying.pop(sandbox_id, None))
+            task.add_done_callback(lambda _: condemned.set())  # also when it could not be committed
+            self._destroying[sandbox_id] = (task, condemned)
+        task, condemned = self._destroying[sandbox_id]
+        await condemned.wait()
+        done, _ = await asyncio.wait({task}, timeout=wait_s)
+        return task.result() if done else await self.view(sandbox_id)
+
+    async def _destroy(
+        self, sandbox_id: str, cause: str, audit: AuditRecord | None, event: str, condemned: asyncio.Event
+    ) -> SandboxView:
         async def attempt(view: SandboxView) -> SandboxView:
             return await self.fire(view, event, cause=cause, metadata={"cause": cause}, audit=audit)
 
         view: SandboxView | None = await self.retrying(sandbox_id, attempt)
+        condemned.set()
         if (making := self._providing.get(sandbox_id)) is not None:
             await asyncio.wait({making})  # an instance that is half made is removed when its maker has stopped
             view = None

@@ -115,11 +115,7 @@ class Sandboxes:
         if view.sandbox.state == "terminated":
             return view
         audit = AuditRecord(caller.tenant_id, caller.owner, "sandbox.deleted", sandbox_id, {})
-        try:
-            async with asyncio.timeout(wait_s):
-                return await self._lifecycle.destroy(sandbox_id, "deleted", audit)
-        except TimeoutError:
-            return await self._lifecycle.view(sandbox_id)
+        return await self._lifecycle.destroy(sandbox_id, "deleted", audit, wait_s=wait_s)
 
     async def usable(self, caller: Caller, sandbox_id: str, lease: str | None = None) -> SandboxView:
         """The sandbox, with the caller's lease renewed; else why it cannot be used. `lease`: what `Corral-Lease` says."""

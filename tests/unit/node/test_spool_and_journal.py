@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,17 @@ async def test_head_and_tail_are_exact_at_the_edges(
     kept = data[:200]
     assert (head, tail) == (kept[: facts.head], kept[len(kept) - facts.tail :] if facts.tail else b"")
     spool.finish()
+
+
+async def test_output_whose_files_were_removed_is_gone_not_a_failure(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path / "x"), 1000)
+    await spool.write("stdout", 0, b"abcd", 0)
+    spool.finish()
+    shutil.rmtree(tmp_path / "x")
+    for cursor in (None, "1.0"):
+        with pytest.raises(CorralError) as caught:
+            [chunk async for chunk in spool.follow(cursor)]
+        assert caught.value.code == "cursor_gone"
 
 
 async def test_overlaps_are_skipped_and_holes_refused(tmp_path: Path) -> None:

@@ -190,6 +190,21 @@ async def test_delete_wins_against_creation(world, until):
     assert not world.node.live
 
 
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_delete_that_nobody_waits_for_is_committed_before_it_is_answered(world, until, busy):
+    made = await make(world)
+    if busy:
+        await run(world, made["id"], "sleep", wait=0)
+        await until(lambda: world.node.starts)
+    world.node.destroy_gate = asyncio.Event()
+    path = f"/v1/sandboxes/{made['id']}"
+    for reply in await asyncio.gather(*(world.call("DELETE", path, wait=0) for _ in range(2))):
+        assert reply.status == 202 and reply.document["state"] == "sanitizing"
+    assert await state_of(world, made["id"]) == "sanitizing"
+    world.node.destroy_gate.set()
+    assert (await world.call("DELETE", path)).document["state"] == "terminated"
+
+
 async def test_delete_answers_202_when_it_takes_longer_than_the_wait(world, until):
     made = await make(world)
     world.node.destroy_gate = asyncio.Event()
