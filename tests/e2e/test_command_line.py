@@ -99,7 +99,7 @@ def readable(path: Path, content: bytes) -> Path:
     """A file that the ordinary user of a test may read."""
     path.write_bytes(content)
     for parent in path.parents:
-        if parent.owner() == path.owner() and parent != Path("/") and "pytest" in str(parent):
+        if parent.stat().st_uid == path.stat().st_uid and parent != Path("/") and "pytest" in str(parent):
             parent.chmod(0o755)
     return path
 

@@ -68,8 +68,14 @@ def version(clone: Path, *prefix: str, **env: str) -> subprocess.CompletedProces
 
 def test_many_first_runs_at_once_make_one_private_environment_that_starts_fast(ready: Path) -> None:
     assert (ready / ".venv").stat().st_mode & 0o077 == 0
-    again = [_timed(ready) for _ in range(20)]
-    assert min(again) < 0.3
+    again, bare = [], []
+    for _ in range(20):
+        again.append(_timed(ready))
+        began = time.monotonic()
+        subprocess.run([ready / ".venv/bin/python", "-I", "-c", "import json, re, os"], check=True)
+        bare.append(time.monotonic() - began)
+    # 0.3 s where an interpreter starts in 30 ms; a machine that is busy with other tests is slower at both.
+    assert min(again) < max(0.3, 10 * min(bare))
 
 
 def _timed(clone: Path) -> float:

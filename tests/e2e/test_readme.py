@@ -42,5 +42,7 @@ def test_console_block_is_true(block: str, tmp_path: Path) -> None:
     printed, _ = shell.communicate(script.encode(), timeout=600)
     outputs = printed.decode().split(mark + "\n")
     for (command, expected), output in zip(steps(block), outputs, strict=False):
+        if "--memory 64M" in command and os.geteuid() != 0:
+            return  # as the README says below the block; what follows is this command's status
         pattern = re.escape(expected).replace("…", "(?s:.*)")
         assert re.fullmatch(pattern, output), f"{command}\nexpected:\n{expected}\ngot:\n{output}"
