@@ -164,7 +164,16 @@ class Upkeep:
                 finished += ended.sandbox.state == "terminated"
         for instance in await core.store.list_instances(core.node.node_id, states=("condemned",)):
             await self._lifecycle.remove_instance(instance.instance_id, "gc")
+        here = (
+            await core.node.instances()
+        )  # before the store is asked: an instance has its row before the node hears of it
+        known = await core.store.list_instances(core.node.node_id, states=("warming", "warm", "bound", "condemned"))
+        forgotten = 0  # the store was lost, its guests live on
+        for instance_id in set(here) - {instance.instance_id for instance in known}:
+            forgotten += await self._lifecycle.remove_instance(instance_id, "gc")
         removed = await core.node.gc()
+        if forgotten:
+            removed["instance"] = removed.get("instance", 0) + forgotten
         return {"removed": removed, "sandboxes": finished, "leftovers": await core.node.leftovers()}
 
     async def _end_abandoned(self) -> None:

@@ -251,6 +251,15 @@ async def test_gc_ends_what_a_killed_owner_left_running(world, until, patient):
     assert len(world.node.live) == 1
 
 
+async def test_gc_ends_an_instance_of_which_the_store_knows_nothing(world):
+    assert (await world.call("POST", "/v1/sandboxes", {})).status == 201
+    [(known, body)] = world.node.live.items()
+    world.node.live["ins_forgotten"] = body
+    assert (await world.call("POST", "/v1/gc")).document["removed"]["instance"] == 1
+    assert world.node.destroyed == [("ins_forgotten", "gc")]
+    assert list(world.node.live) == [known]
+
+
 async def test_gc_leaves_alone_what_a_client_waits_for(world, until, patient):
     await world.crash()
     await world.start(**patient)

@@ -409,9 +409,10 @@ class BubblewrapRuntime:
             return left  # nothing may be taken from under a living process
         clock.lap("stop")
         faults.point("runtime.destroy.stopped")
-        left += [f"cgroup {path}" for path in self._group(ref.instance_id).remove()]
-        if not ref.data:
+        group = self._group(ref.instance_id)
+        if not group.exists():  # or it bears the name of an installation that is forgotten
             cgroups.host().remove_empty(ref.instance_id)
+        left += [f"cgroup {path}" for path in group.remove()]
         faults.point("runtime.destroy.cgroup")
         clock.lap("cgroup")
         left += _instance.clear_place(ref.directory)
