@@ -114,3 +114,13 @@ def test_a_cursor_survives_its_text():
     position = sse.Position("3.7", {"stdout": 3, "stderr": 9})
     assert sse.Position.parse(str(position)) == position
     assert sse.Position.parse(None) == sse.Position() == sse.Position.parse("")
+
+
+@given(st.binary(max_size=200), st.integers(0, 2**40), st.booleans())
+def test_every_event_is_json_with_its_offset_and_exact_bytes(data, offset, text):
+    wire = sse.encode(StreamEvent("stderr", "1.2.x", offset, data), text=text)
+    kind, cursor, line, *end = wire.split(b"\n")
+    assert (kind, cursor, end) == (b"event: stderr", b"id: 1.2.x", [b"", b""])
+    document = json.loads(line.removeprefix(b"data: "))
+    sent = base64.b64decode(document["base64"]) if "base64" in document else document["text"].encode()
+    assert (document["offset"], sent, len(document)) == (offset, data, 2)
