@@ -171,7 +171,10 @@ class LocalNode(FileCalls):
                 job.meter.before = Stats(**before)
             else:
                 await job.meter.begin(alone=False)
-            job.follow(status, max(0.0, time.monotonic() - started_at) if started_at is not None else 0.0)
+            # Not noted yet when its owner died: it began when it was journalled, within a tick.
+            since = started_at if started_at is not None else spec["since_ticks"] / os.sysconf("SC_CLK_TCK")
+            clock = time.monotonic() if started_at is not None else time.clock_gettime(time.CLOCK_BOOTTIME)
+            job.follow(status, max(0.0, clock - since))
             if one.ended_by is not None:
                 body.spawn(job.end(one.ended_by))
             elif (given := job.spool.saved_input()) is not None:

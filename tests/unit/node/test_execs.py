@@ -213,6 +213,17 @@ async def test_a_restarted_node_adopts_sandboxes_and_running_execs_to_the_byte(b
     assert await bench.node.instances() == [ins]
 
 
+async def test_an_exec_that_was_not_noted_before_a_crash_keeps_its_clock(bench: Bench) -> None:
+    ins = await bench.create()
+    bench.node._note_running = lambda job: None  # type: ignore[method-assign]
+    sleeper = await bench.begin(ins, "sleep", "600")
+    await asyncio.sleep(0.6)
+    await bench.restart()
+    await bench.node.end_exec(sleeper, "cancelled")
+    facts = await bench.node.wait_exec(sleeper)
+    assert facts.running_ms is not None and facts.running_ms >= 500
+
+
 async def test_an_instance_that_ended_while_no_node_lived_is_reported_lost(bench_of: Callable[..., Any]) -> None:
     bench: Bench = await bench_of()
     ins = await bench.create()
