@@ -22,6 +22,8 @@ from corral.ports.node import Chunk
 Stream = Literal["stdout", "stderr"]
 STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
 PIECE = 64 * 1024
+FOLLOWED = 32 * 1024
+"""Bytes that a follower takes at once: about three times as much is held for each of those who do not keep up."""
 MAX_ENTRIES = 10_000
 _INLINE = 16 * 1024
 _RECORD = struct.Struct("<IBQ")  # t_ms, index of the stream, offset at which the entry begins
@@ -205,7 +207,7 @@ class Spool:
                 await news.wait()
                 continue
             stream, upto, t_ms = found
-            data = self._read(stream, done[stream], min(PIECE, upto - done[stream]))
+            data = self._read(stream, done[stream], min(FOLLOWED, upto - done[stream]))
             if not data:
                 raise CorralError("cursor_gone", "the output is no longer kept")
             offset = done[stream]

@@ -74,6 +74,7 @@ async def test_a_follower_with_much_to_read_lets_others_work_between_pieces(tmp_
     pieces = [chunk async for chunk in spool.follow(None)]
     task.cancel()
     assert turns >= len(pieces) - 1 > 10
+    assert max(len(piece.data) for piece in pieces) <= 32 * 1024, "two hundred followers hold one each"
 
 
 async def test_a_program_that_says_nothing_leaves_no_file(tmp_path: Path) -> None:
