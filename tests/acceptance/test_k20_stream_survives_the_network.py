@@ -130,8 +130,9 @@ def test_a_silent_exec_gives_its_result_whatever_is_cut(serve: Callable[[str], S
             following, listening = pool.submit(follower.follow), pool.submit(patient.follow)
             results = [starting.result()["result"], asking.result()["result"], following.result(), listening.result()]
         for result in results:
-            assert (result["reason"], result["exit_code"], result["stdout"]["text"]) == ("nonzero_exit", 7, "1\n")
+            assert (result["reason"], result["exit_code"], result["stdout"]["bytes"]) == ("nonzero_exit", 7, 2)
             assert result["timings"]["running_ms"] >= 29_000
+        assert [result["stdout"]["text"] for result in results[:2]] == ["1\n"] * 2, "it ran once"
         for proxy in proxies:
             proxy.close()
             assert proxy.cut == CUTS, "the network was as bad as was meant"
