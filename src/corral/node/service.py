@@ -97,6 +97,7 @@ class LocalNode(FileCalls):
             os.chmod(path, mode)
         self._journal.open()
         entries = list(self._journal.instances.values())
+        self._refuse_a_copy(entries)
         if entries and progress:
             progress(f"adopting {len(entries)} sandboxes", None)
         open_execs: dict[str, list[ExecEntry]] = {}
@@ -105,6 +106,22 @@ class LocalNode(FileCalls):
         await asyncio.gather(*(self._adopt(entry, open_execs.pop(entry.instance_id, [])) for entry in entries))
         for orphans in open_execs.values():
             self._end_lost(orphans)
+
+    def _refuse_a_copy(self, entries: list[InstanceEntry]) -> None:
+        """What the journal names may be another directory's: to adopt or remove it would reach into the original's sandboxes."""
+        for entry in entries:
+            made = entry.data.get("ref", {}).get("directory")
+            here = self._directory(entry.instance_id)
+            if not isinstance(made, str) or made == here or not os.path.isdir(made):
+                continue  # a directory that has moved is ours
+            if not (os.path.isdir(here) and os.path.samefile(made, here)):
+                self._journal.close()
+                raise CorralError(
+                    "conflict",
+                    f"{self._state} is a copy of a state directory whose sandboxes lie in {os.path.dirname(made)}",
+                    hint="remove corral.db*, node/ and i/ from the copy, or use an empty state directory",
+                    retryable=False,
+                )
 
     async def close(self) -> None:
         bodies = list(self._bodies.values())
@@ -170,7 +187,9 @@ class LocalNode(FileCalls):
             if (before := spec.get("before")) is not None:
                 job.meter.before = Stats(**before)
             else:
-                await job.meter.begin(alone=False)
+                # What was used before is not known: no difference is told, and no peak that may be an earlier program's.
+                now = await body.stats()
+                job.meter.before = Stats(peak_memory_bytes=now.peak_memory_bytes, peak_pids=now.peak_pids)
             # Not noted yet when its owner died: it began when it was journalled, within a tick.
             since = started_at if started_at is not None else spec["since_ticks"] / os.sysconf("SC_CLK_TCK")
             clock = time.monotonic() if started_at is not None else time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -349,3 +350,22 @@ async def test_a_flood_in_one_sandbox_does_not_slow_an_exec_in_another(bench: Be
         times.append(time.monotonic() - begun)
     await bench.node.end_exec(flood, "cancelled")
     assert sorted(times)[18] < 1.0
+
+
+async def test_a_copy_of_a_state_directory_does_not_reach_the_sandboxes_of_the_original(
+    bench: Bench, tmp_path: Path
+) -> None:
+    ins = await bench.create()
+    await bench.node.close()
+    copy = tmp_path / "copy"
+    shutil.copytree(bench.state, copy, ignore=lambda _, names: [name for name in names if name == "s"])
+    with pytest.raises(CorralError) as refused:
+        await Bench(copy, bench.runtime).start()
+    assert refused.value.code == "conflict" and str(bench.state) in refused.value.detail and refused.value.hint
+    alias = tmp_path / "alias"
+    alias.symlink_to(bench.state)
+    again = Bench(alias, bench.runtime)
+    await again.start()
+    assert (await again.run(ins, "echo", "still"))[1] == b"still\n"
+    await again.node.close()
+    await bench.start()
