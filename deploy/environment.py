@@ -238,7 +238,9 @@ def wants_document(words: list[str]) -> bool:
 def put_problem(code: str, title: str, status: int, detail: str) -> None:
     """The one document of `--json`, as `corral.errors` writes it."""
     kind = {"type": f"urn:corral:error:{code}", "title": title, "status": status, "detail": detail, "code": code}
-    print(json.dumps({"error": {**kind, "retryable": code != "cancelled", "hint": "run it again to go on"}}), flush=True)
+    print(
+        json.dumps({"error": {**kind, "retryable": code != "cancelled", "hint": "run it again to go on"}}), flush=True
+    )
 
 
 def refuse(detail: str, words: list[str]) -> int:
