@@ -50,15 +50,15 @@ async def position(
     held = {"stdout": b"", "stderr": b""}
     async for event in events:
         if event.kind not in held:
-            if event.kind == "gap" and event.doc is not None:
-                name = str(event.doc["stream"])
-                here.delivered[name] = max(here.delivered[name], int(event.doc["offset"]) + int(event.doc["bytes"]))
-                held[name] = b""
-            if event.kind == "ended":
-                for name, rest in held.items():
-                    if rest:
-                        here.delivered[name] += len(rest)
-                        yield StreamEvent(name, str(here), here.delivered[name] - len(rest), rest)
+            lost_of = str(event.doc["stream"]) if event.kind == "gap" and event.doc is not None else None
+            for name, rest in held.items():
+                if rest and (event.kind == "ended" or name == lost_of):  # the rest of the code point never comes
+                    held[name] = b""
+                    here.delivered[name] += len(rest)
+                    yield StreamEvent(name, str(here), here.delivered[name] - len(rest), rest)
+            if lost_of is not None and event.doc is not None:
+                end = int(event.doc["offset"]) + int(event.doc["bytes"])
+                here.delivered[lost_of] = max(here.delivered[lost_of], end)
             yield StreamEvent(event.kind, str(here), event.offset, b"", event.doc)
             continue
         name = event.kind
@@ -66,8 +66,11 @@ async def position(
         data = event.data[max(0, known - event.offset) :]
         if event.offset > known:  # the node skipped bytes without a gap event: never hide that
             lost = event.offset - known
-            here.delivered[name] += len(held[name]) + lost
-            held[name] = b""
+            if rest := held[name]:
+                held[name] = b""
+                here.delivered[name] += len(rest)
+                yield StreamEvent(name, str(here), known - len(rest), rest)
+            here.delivered[name] += lost
             yield StreamEvent("gap", str(here), known, b"", {"stream": name, "offset": known, "bytes": lost})
         data = held[name] + data
         cut = len(data) - (_incomplete(data) if whole else 0)

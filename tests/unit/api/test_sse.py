@@ -103,6 +103,24 @@ async def test_a_hole_is_never_hidden():
     assert events[1].doc == {"stream": "stdout", "offset": 2, "bytes": 8}
 
 
+@pytest.mark.parametrize("told", [True, False])
+async def test_what_was_held_of_a_code_point_comes_before_the_hole_that_cuts_it(told):
+    async def holed():
+        yield StreamEvent("stdout", "1", 0, b"a" + "好".encode()[:2])
+        if told:
+            yield StreamEvent("gap", None, 3, b"", {"stream": "stdout", "offset": 3, "bytes": 7})
+        yield StreamEvent("stdout", "2", 10, b"z")
+
+    events = [event async for event in sse.position(holed(), sse.Position(), whole=True)]
+    assert [(e.kind, e.offset, e.data) for e in events] == [
+        ("stdout", 0, b"a"),
+        ("stdout", 1, "好".encode()[:2]),
+        ("gap", 3, b""),
+        ("stdout", 10, b"z"),
+    ]
+    assert [sse.Position.parse(e.cursor).delivered["stdout"] for e in events] == [1, 3, 10, 11]
+
+
 @pytest.mark.parametrize("text", ["x", "1", "1.2", "-1.0.", "1.x.y", "٣.0.", "1" * 19 + ".0.", "0.0." + "a" * 400])
 def test_foreign_cursors_are_refused(text):
     with pytest.raises(CorralError) as caught:
