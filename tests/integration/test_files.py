@@ -253,6 +253,27 @@ def test_an_etag_changes_with_the_file(box: Box) -> None:
     assert box.get("f").headers["etag"] != first["etag"]
 
 
+def test_a_part_of_a_file_that_was_replaced_meanwhile_is_not_served(box: Box) -> None:
+    box.put("f", b"old old")
+    old = box.get("f").headers
+    wanted = {"Range": "bytes=4-", "If-Range": old["etag"]}
+    assert (box.call("GET", headers=wanted, path="f").status, box.call("GET", headers=wanted, path="f").body) == (
+        206,
+        b"old",
+    )
+    box.put("f", b"new")
+    for known in (old["etag"], old["last-modified"]):
+        got = box.call("GET", headers={**wanted, "If-Range": known}, path="f")
+        assert (got.status, got.body) == (200, b"new"), known
+
+
+def test_a_part_is_not_taken_for_the_whole_file(box: Box) -> None:
+    box.put("f", b"0123456789")
+    answer = box.call("PUT", body=b"xyz", headers={"Content-Range": "bytes 2-4/10"}, path="f")
+    assert (answer.status, answer.document["code"]) == (400, "bad_request")
+    assert box.get("f").body == b"0123456789"
+
+
 def test_head_tells_the_size_without_the_content(box: Box) -> None:
     box.put("f", BINARY)
     got = box.call("HEAD", path="f")
@@ -511,6 +532,16 @@ def test_names_of_any_bytes_go_both_ways(box: Box) -> None:
         assert box.get(name).body == name.encode()
         assert box.stat(name).document["name"] == name
     assert box.stat("pwned").status == 404
+
+
+def test_a_directory_whose_name_is_not_text_is_archived_both_ways(box: Box) -> None:
+    raw = base64.b64encode(b"/workspace/d\xff").decode()
+    assert box.put(b"d\xff/f", b"1").status == 201
+    tar = box.call("GET", "/archive", path_base64=raw)
+    with tarfile.open(fileobj=io.BytesIO(tar.body)) as archive:
+        assert [os.fsencode(name) for name in archive.getnames()] == [b"d\xff", b"d\xff/f"]
+    assert box.call("PUT", "/archive", body=tar.body, path_base64=raw).status == 200
+    assert box.get(b"d\xff/d\xff/f").body == b"1"
 
 
 def test_move_renames_replaces_on_demand_and_crosses_file_systems(box: Box) -> None:
@@ -930,6 +961,10 @@ def test_an_unknown_sandbox_is_not_found(home: tuple[Path, EmbeddedTransport]) -
 
 
 def test_a_lease_that_is_not_the_current_one_changes_nothing(web: Box) -> None:
-    answer = web.call("PUT", body=b"x", headers={"Corral-Lease": "1.999"}, path="f")
-    assert (answer.status, answer.document["code"]) == (409, "lease_lost")
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("f"))
+    for tail, body, path in (("", b"x", "f"), ("/archive", tar.getvalue(), ".")):
+        answer = web.call("PUT", tail, body=body, headers={"Corral-Lease": "1.999"}, path=path)
+        assert (answer.status, answer.document["code"]) == (409, "lease_lost")
     assert web.listing(".") == []

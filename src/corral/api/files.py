@@ -136,6 +136,10 @@ async def _blocks(body: bytes | AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 async def read_file(services: Services, request: Request, sandbox_id: str) -> Reply:
     path = path_of(request.query)
     first, last = range_of(request)
+    if (first, last) != (None, None) and (known := request.headers.get("if-range")) is not None:
+        info = await services.files.stat(request.caller, sandbox_id, path, follow=True, user=user_of(request))
+        if known != _headers(info)["ETag"]:  # a date is too coarse to tell; the whole file is always right
+            first = last = None
     try:
         reading = await services.files.read(
             request.caller, sandbox_id, path, first=first, last=last, user=user_of(request)
@@ -164,6 +168,9 @@ async def head_file(services: Services, request: Request, sandbox_id: str) -> Re
 
 
 async def write_file(services: Services, request: Request, sandbox_id: str) -> Reply:
+    if "content-range" in request.headers:
+        hint = "send the whole file"
+        raise CorralError("bad_request", "a file is written whole, not in ranges", hint=hint)
     mode = request.query.get("mode")
     length = request.headers.get("content-length", "")
     info, created = await services.files.write(

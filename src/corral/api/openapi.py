@@ -421,6 +421,7 @@ HEADERS: dict[str, Json] = {
     },
     "Last-Event-ID": {"type": "string", "maxLength": 300},
     "Range": {"type": "string", "description": "bytes=FIRST-LAST"},
+    "If-Range": {"type": "string", "description": "ETag for which the range is wanted; of another file all is sent."},
 }
 BINARY, TAR, EVENTS = "application/octet-stream", "application/x-tar", "text/event-stream"
 RESULT_VIEW = ("view", "output", "chars")
@@ -470,9 +471,9 @@ OPERATIONS: dict[str, Operation] = {
     ),
     f"GET {_BOX}/execs": Operation("Execs of a sandbox, oldest first", {200: "ExecPage"}),
     f"GET {_BOX}/logs": Operation("Output of the newest exec as bytes", {200: BINARY}, ("stream", "follow")),
-    f"GET {_FILES}/archive": Operation("A path as a tar stream", {200: TAR}, ("path", "user")),
-    f"PUT {_FILES}/archive": Operation("Unpack a tar stream", {200: "Nothing"}, ("path", "user"), (), TAR),
-    f"GET {_FILES}": Operation("Read a file", {200: BINARY, 206: BINARY}, FILE, ("Range",)),
+    f"GET {_FILES}/archive": Operation("A path as a tar stream", {200: TAR}, FILE),
+    f"PUT {_FILES}/archive": Operation("Unpack a tar stream", {200: "Nothing"}, FILE, (LEASE,), TAR),
+    f"GET {_FILES}": Operation("Read a file", {200: BINARY, 206: BINARY}, FILE, ("Range", "If-Range")),
     f"HEAD {_FILES}": Operation("Length and times of a file", {200: BINARY}, FILE),
     f"PUT {_FILES}": Operation(
         "Write a file, whole or not at all",

@@ -247,22 +247,16 @@ async def start_exec(services: Services, request: Request, sandbox_id: str) -> R
 
 
 async def get_archive(services: Services, request: Request, sandbox_id: str) -> Reply:
-    path, user = _path(request), request.query.get("user", "sandbox")
+    path, user = files.path_of(request.query), files.user_of(request)
     raw = await services.sandboxes.get_tar(request.caller, sandbox_id, path, user)
     return Reply(raw=raw, media_type="application/x-tar")
 
 
 async def put_archive(services: Services, request: Request, sandbox_id: str) -> Reply:
-    path, user = _path(request), request.query.get("user", "sandbox")
-    await services.sandboxes.put_tar(request.caller, sandbox_id, _blocks(request.body), path, user)
+    path, user = files.path_of(request.query), files.user_of(request)
+    lease = request.headers.get("corral-lease")
+    await services.sandboxes.put_tar(request.caller, sandbox_id, _blocks(request.body), path, user, lease)
     return Reply(200, {})
-
-
-def _path(request: Request) -> str:
-    path = request.query.get("path")
-    if not path or "\0" in path or len(path) > 4096:
-        raise CorralError("invalid_value", "path is missing or not a path", field="/path")
-    return path
 
 
 async def _blocks(body: bytes | AsyncIterator[bytes]) -> AsyncIterator[bytes]:

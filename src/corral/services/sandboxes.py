@@ -303,7 +303,7 @@ class Sandboxes:
             while (record := await self.wait_exec(caller, exec_id, 3600.0)).state in OPEN_EXEC:
                 pass
             around = {"id": exec_id, "sandbox_id": record.sandbox_id, "lease_version": record.lease_version}
-            yield StreamEvent("ended", None, doc=ended_document(record.result or {}, around))
+            yield StreamEvent("ended", None, doc=await ended_document(core.node, exec_id, record.result or {}, around))
 
     async def logs(
         self, caller: Caller, exec_id: str, stream: Literal["stdout", "stderr"], *, follow: bool
@@ -408,10 +408,16 @@ class Sandboxes:
                 await close()
 
     async def put_tar(
-        self, caller: Caller, sandbox_id: str, blocks: AsyncIterator[bytes], path: str, user: str
+        self,
+        caller: Caller,
+        sandbox_id: str,
+        blocks: AsyncIterator[bytes],
+        path: str,
+        user: str,
+        lease: str | None = None,
     ) -> None:
         """Unpack a tar stream inside; afterwards its files count as there before."""
-        view = await self.usable(caller, sandbox_id)
+        view = await self.usable(caller, sandbox_id, lease)
         check_user(self._core.policy, view.sandbox.template_id, user)
         try:
             await self._core.node.put_tar(instance_of(view), fence_of(view), blocks, path, user)
