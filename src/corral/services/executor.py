@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from corral import faults
+from corral.domain.facts import StreamFacts
 from corral.domain.guard import decide as guard_decide
 from corral.domain.limits import LimitModes, Limits
 from corral.domain.plan import plan_by_rules
 from corral.domain.records import AuditRecord, ExecRecord, Idempotency, RunRecord, SandboxView
 from corral.domain.request import RunRequest, parse_run
-from corral.domain.result import outcomeless_document
+from corral.domain.result import outcomeless_document, stream_document
 from corral.domain.run import OPEN
 from corral.domain.runner import Runner, commands, compile_hint
 from corral.errors import CorralError
-from corral.ports.node import ExecSpec
+from corral.ports.node import ExecSpec, Node
 from corral.services.control import Core
 from corral.services.documents import read_limits
 from corral.services.events import Caller, StreamEvent
@@ -44,6 +45,7 @@ NOT_PLACED: Json = {
     "runtime": None,
     "template_digest": None,
 }
+ENDED_BYTES = 64 * 1024
 FINISH_PAUSES_S = (0.1, 0.5, 2.0, 5.0, 15.0)
 NEW_SANDBOX: Json = {"verdict": "new_sandbox", "reason": "a run without a session always gets a new sandbox"}
 OUTCOMES = frozenset(
@@ -186,7 +188,11 @@ class Executor:
                 async for event in self._execs.stream(run.exec_id, cursor):
                     yield event
             run = await self._until(caller, run_id, lambda r: r.state == "finished")
-            yield StreamEvent("ended", None, doc=ended_document(run.result or {}, {"id": run_id, "state": run.state}))
+            yield StreamEvent(
+                "ended",
+                None,
+                doc=await ended_document(core.node, run.exec_id, run.result or {}, {"id": run_id, "state": run.state}),
+            )
 
     async def _until(self, caller: Caller, run_id: str, good: Any) -> RunRecord:
         with self._core.wakes.listen(run_id) as woken:
@@ -582,21 +588,27 @@ class Executor:
             asked.cancel()
 
 
-def ended_document(result: Json, around: Json) -> Json:
-    """The document of an `ended` event: the result without output, which the stream has carried already."""
+async def ended_document(node: Node, exec_id: str | None, result: Json, around: Json) -> Json:
+    """The document of an `ended` event: the result, with the text of a stream that kept little; of one that kept much it is null,
+    since the events have carried it already."""
     shown = dict(result)
-    for name in ("stdout", "stderr"):
-        facts = shown.get(name) or {"produced": 0, "head": 0, "tail": 0}
-        kept = facts["head"] + facts["tail"]
-        cut = kept < facts["produced"]
+    names: tuple[Literal["stdout"], Literal["stderr"]] = ("stdout", "stderr")
+    for name in names:
+        facts = StreamFacts(**(shown.get(name) or {}))
         shown[name] = {
-            "bytes": facts["produced"],
-            "kept_bytes": kept,
-            "truncated": cut,
+            "bytes": facts.produced,
+            "kept_bytes": facts.kept,
+            "truncated": facts.truncated,
             "text": None,
             "base64": None,
-            "head_bytes": facts["head"] if cut else None,
+            "head_bytes": facts.head if facts.truncated else None,
         }
+        if facts.kept <= ENDED_BYTES:
+            try:
+                output = await node.read_output(exec_id, name) if facts.produced and exec_id is not None else (b"", b"")
+                shown[name] = stream_document(facts, *output)
+            except CorralError:
+                pass  # what is not there any more is null, as what is too much
     return {**around, "result": shown}
 
 

@@ -345,3 +345,15 @@ async def test_files_that_the_wished_disk_cannot_hold_make_no_run(world):
         reply = await world.call("POST", path, document)
         assert (reply.status, reply.document["code"], reply.document["field"]) == (422, "invalid_value", "/files")
     assert world.node.creates == []
+
+
+async def test_the_end_of_a_stream_has_the_result_with_little_output_in_it(world, monkeypatch):
+    run = (await world.call("POST", "/v1/runs", PRINT)).document
+    for path in (f"/v1/runs/{run['id']}/stream", f"/v1/execs/{run['exec_id']}/stream"):
+        *_, ended = [event async for event in (await world.call("GET", path)).events]
+        assert ended.kind == "ended" and ended.doc["result"] == run["result"]
+        monkeypatch.setattr("corral.services.executor.ENDED_BYTES", 5)
+        *_, ended = [event async for event in (await world.call("GET", path)).events]
+        shown = ended.doc["result"]["stdout"]
+        assert (shown["bytes"], shown["kept_bytes"], shown["truncated"], shown["text"]) == (9, 9, False, None)
+        monkeypatch.undo()
