@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -903,6 +904,27 @@ def test_nothing_of_a_watch_is_left_when_its_client_is_gone(web: Box) -> None:
     for follower in followers:
         follower.close()
     wait_for_none(web)
+
+
+def test_nothing_is_left_of_a_head_of_a_stream(web: Box) -> None:
+    async def tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    def head(target: str) -> int:
+        with contextlib.closing(web.connection()) as connection:
+            connection.request("HEAD", target)
+            return connection.getresponse().status
+
+    assert web.call("HEAD", "/watch", path=".").status == 200
+    wait_for_none(web)
+    document = {"shell": "echo a; exec sleep 600", "wait": 0}
+    exec_id = web.transport.request("POST", f"/v1/sandboxes/{web.sandbox_id}/execs", document)["id"]
+    events = web.transport.stream(f"/v1/execs/{exec_id}/stream")
+    cursor = next(event.cursor for event in events if event.kind == "stdout")
+    before = web.owner._call(tasks(), 60)
+    assert [head(f"/v1/execs/{exec_id}/stream?cursor={cursor}") for _ in range(20)] == [200] * 20
+    assert web.owner._call(tasks(), 60) < before + 20
+    web.transport.request("POST", f"/v1/execs/{exec_id}/cancel")
 
 
 def test_a_watch_ends_when_the_sandbox_is_deleted(home: tuple[Path, EmbeddedTransport]) -> None:

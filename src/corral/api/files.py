@@ -262,4 +262,6 @@ async def watch_files(services: Services, request: Request, sandbox_id: str) -> 
         recursive=flag_of(request, "recursive"),
         user=user_of(request),
     )
+    if request.method == "HEAD":  # an iteration that never begins would not close it
+        await events.aclose()
     return Reply(events=until_stop(services, events), media_type="text/event-stream")

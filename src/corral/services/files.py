@@ -184,9 +184,7 @@ class Files:
         await self._met(work, sandbox_id)
 
     # -- watching --------------------------------------------------------------------------------------------------------------
-    async def watch(
-        self, caller: Caller, sandbox_id: str, path: str, *, recursive: bool, user: str
-    ) -> AsyncIterator[StreamEvent]:
+    async def watch(self, caller: Caller, sandbox_id: str, path: str, *, recursive: bool, user: str) -> Watching:
         """`started`, then changes, then `ended` with a reason when the sandbox or what is watched is gone."""
         view = await self._usable(caller, sandbox_id, user)
         work = self._node.watch_files(instance_of(view), path, recursive=recursive, user=user)
