@@ -255,6 +255,7 @@ async def make_directory(services: Services, request: Request, sandbox_id: str) 
 
 
 async def watch_files(services: Services, request: Request, sandbox_id: str) -> Reply:
+    services.core.check_open()
     events = await services.files.watch(
         request.caller,
         sandbox_id,

@@ -233,6 +233,10 @@ class FileCalls:
                         return
             except Cut:
                 await self.line.effects.sleep(0.05)
+            except CorralError as error:
+                if error.code != "shutting_down":
+                    raise
+                await self.line.effects.sleep(0.5)  # the next service goes on with it
             finally:
                 await source.aclose()
                 await answer.close()
@@ -347,8 +351,8 @@ class _Part:
 
     def __init__(self, place: str) -> None:
         self._place = os.path.abspath(place)
-        folder, name = os.path.split(self._place)
-        descriptor, self._path = tempfile.mkstemp(prefix=f".{name[:100]}.", suffix=".part", dir=folder)
+        # Not with the name in it, which may be as long as names can be.
+        descriptor, self._path = tempfile.mkstemp(prefix=".corral-", suffix=".part", dir=os.path.dirname(self._place))
         self._file = open(descriptor, "wb")  # noqa: SIM115 - closed by finish or discard
         self._done = False
 
