@@ -196,7 +196,8 @@ class Sessions:
         while True:
             await anyio.sleep(min(SWEEP_S, self._wishes.idle_s / 4))
             for key in self.idle(time.monotonic()):
-                await self.end(key)
+                if key in self.idle(time.monotonic()):  # ending the others takes time, in which it may be used again
+                    await self.end(key)
 
     def idle(self, now: float) -> list[str]:
         """Keys of the sessions that nobody uses: no call and no command under way, and silent for long."""

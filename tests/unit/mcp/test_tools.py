@@ -422,6 +422,28 @@ async def test_a_session_is_not_idle_while_a_call_or_a_command_is_under_way(corr
     assert corral.alive() == []
 
 
+async def test_an_idle_session_that_is_used_again_while_another_one_is_ended_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    many = sessions.Sessions(FakeCorral, Wishes(idle_s=0))
+    used = [many.get(name)[0] for name in "ab"][1]
+    ended: list[str] = []
+
+    async def end(key: str) -> None:
+        ended.append(key)
+        used.busy = 1
+
+    async def one_round(seconds: float) -> None:
+        if ended:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(many, "end", end)
+    monkeypatch.setattr(sessions.anyio, "sleep", one_round)
+    with pytest.raises(asyncio.CancelledError):
+        await many.sweep()
+    assert ended == ["a"]
+
+
 async def test_more_sessions_than_allowed_are_refused() -> None:
     many = sessions.Sessions(FakeCorral, Wishes(most_sessions=1))
     many.get("a")
