@@ -401,9 +401,13 @@ async def test_trees_and_files_are_uploaded_and_downloaded(box: Any, tmp_path: P
     await box.files.upload(source / "run.sh", "one.sh")
     await box.files.download("one.sh", tmp_path / "one.sh")
     assert (tmp_path / "one.sh").read_text() == "#!/bin/sh\necho ran\n" and (tmp_path / "one.sh").stat().st_mode & 0o111
+    longest = tmp_path / "longest" / ("名" * 85)
+    longest.parent.mkdir()
+    await box.files.download("one.sh", longest)
+    assert longest.stat().st_size == 19 and len(list(longest.parent.iterdir())) == 1
     with pytest.raises(CorralError):
         await box.files.download("nothing", tmp_path / "nothing")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "one.sh", "source"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "longest", "one.sh", "source"]
     archive = b"".join([block async for block in box.archive.get("into/tree")])
     await box.files.mkdir("copy")
     await box.archive.put("copy", archive)

@@ -242,6 +242,21 @@ def pack(path: str) -> None:
 
 
 def _add(archive: tarfile.TarFile, path: bytes, name: bytes) -> None:
+    """A whole tree. No recursion: a path may have more parts than calls can nest."""
+    stack = [(path, name, iter(_member(archive, path, name)))]
+    while stack:
+        path, name, below = stack[-1]
+        one = next(below, None)
+        if one is None:
+            stack.pop()
+            continue
+        path, name = path + b"/" + one, name + b"/" + one
+        stack.append((path, name, iter(_member(archive, path, name))))
+
+
+def _member(archive: tarfile.TarFile, path: bytes, name: bytes) -> list[bytes]:
+    """One member; the names below it."""
+    below: list[bytes] = []
     shown = name.decode("utf-8", "surrogateescape")
     try:
         info = os.lstat(path)
@@ -252,8 +267,6 @@ def _add(archive: tarfile.TarFile, path: bytes, name: bytes) -> None:
             member.type = tarfile.DIRTYPE
             below = sorted(os.listdir(path))
             archive.addfile(member)
-            for one in below:
-                _add(archive, path + b"/" + one, name + b"/" + one)
         elif stat.S_ISLNK(info.st_mode):
             member.type = tarfile.SYMTYPE
             member.linkname = os.readlink(path).decode("utf-8", "surrogateescape")
@@ -272,3 +285,4 @@ def _add(archive: tarfile.TarFile, path: bytes, name: bytes) -> None:
         # else removed meanwhile, as files of a program that runs are; its name had been read, nothing of it was sent
     except OSError as error:
         raise Refused("invalid_value", f"{shown!r}: {error.strerror}", shown) from None
+    return below

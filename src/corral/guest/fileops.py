@@ -350,7 +350,10 @@ def move(source: str, target: str, overwrite: str) -> None:
     except OSError as error:
         if error.errno == errno.EXDEV:
             _carry(old, new, overwrite == "1")
-        elif error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR):
+        elif error.errno == errno.ENOTDIR:
+            detail = f"{shown(new)!r} is or leads through what is no directory"
+            raise Refused("not_a_directory", detail, shown(new)) from None
+        elif error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR):
             raise refusal_of(error, new) from None
         else:
             raise
@@ -383,6 +386,7 @@ def _carry(old: bytes, new: bytes, overwrite: bool) -> None:
     if not os.access(os.path.dirname(old) or b"/", os.W_OK | os.X_OK):
         raise Refused("permission_denied", f"{shown(old)!r} may not leave its directory", shown(old))
     beside = _join(os.path.dirname(new), part_name())
+    _signal.signal(_signal.SIGTERM, _end)  # given up half-way: the half copy goes
     try:
         if stat.S_ISDIR(os.lstat(old).st_mode):
             shutil.copytree(shown(old), shown(beside), symlinks=True)
@@ -390,6 +394,7 @@ def _carry(old: bytes, new: bytes, overwrite: bool) -> None:
             shutil.copy2(old, beside, follow_symlinks=False)
         else:
             raise Refused("not_a_file", f"{shown(old)!r} cannot leave its file system", shown(old))
+        _signal.signal(_signal.SIGTERM, _signal.SIG_IGN)  # from here on it is done, and what it replaces goes
         _rename(beside, new, overwrite)
     except (shutil.Error, shutil.SpecialFileError) as error:
         raise Refused("invalid_value", f"{shown(old)!r}: {error}"[:1000], shown(old)) from None

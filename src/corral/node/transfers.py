@@ -32,7 +32,7 @@ BLOCK = 256 * 1024
 SIGN_OF_LIFE_S = 60.0
 """How often the program that watches is told that somebody listens; it ends after several times of that without."""
 ABORT_GRACE_S = 1.0
-"""For a write that is given up, where the file system needs its half file removed."""
+"""For a write or a move that is given up, whose half copy has to be removed."""
 _PROGRAM = f"{INSIDE}/site/corral/guest/files.pyc"
 _REFUSALS = frozenset(
     {
@@ -237,9 +237,9 @@ async def _answer(inside: Inside, most: int = LINE) -> bytes:
     return bytes(told)
 
 
-async def _ask(body: Body, fence: Fence, user: str, *arguments: str, most: int = LINE) -> bytes:
+async def _ask(body: Body, fence: Fence, user: str, *arguments: str, most: int = LINE, grace_s: float = 0.0) -> bytes:
     """Run one operation that takes nothing and answers little."""
-    inside = Inside(body, fence, user, arguments)
+    inside = Inside(body, fence, user, arguments, grace_s=grace_s)
     try:
         await inside.start()
         return await _answer(inside, most)
@@ -266,7 +266,7 @@ async def list_page(body: Body, path: str, *, recursive: bool, limit: int, after
 
 async def move(body: Body, fence: Fence, source: str, target: str, *, overwrite: bool, user: str) -> FileInfo:
     words = ("move", resolved(source), resolved(target), "1" if overwrite else "0")
-    return info_of(_document(await _ask(body, fence, user, *words)))
+    return info_of(_document(await _ask(body, fence, user, *words, grace_s=ABORT_GRACE_S)))
 
 
 async def make_directory(body: Body, fence: Fence, path: str, *, parents: bool, mode: int, user: str) -> FileInfo:

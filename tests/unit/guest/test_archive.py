@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import corral
-from corral.guest import archive
+from corral.guest import archive, fileops
 
 PROGRAM = Path(corral.__file__).parent / "guest" / "files.py"
 
@@ -96,3 +96,25 @@ def test_what_vanishes_while_a_tree_is_packed_is_left_out(tmp_path: Path, monkey
     with tarfile.open(fileobj=io.BytesIO(), mode="w|") as made, pytest.raises(archive.Refused) as caught:
         archive._add(made, os.fsencode(tmp_path / "nothing"), b"nothing")
     assert caught.value.code == "not_found"
+
+
+def test_a_tree_with_more_levels_than_calls_can_nest_is_packed(tmp_path: Path) -> None:
+    top = tmp_path / "a"
+    deep = top.joinpath(*["a"] * 1500)
+    here = os.getcwd()
+    try:
+        os.makedirs(top)
+        os.chdir(top)
+        for _ in range(1500):
+            os.mkdir("a")
+            os.chdir("a")
+    finally:
+        os.chdir(here)
+    (deep / "leaf").write_bytes(b"leaf")
+    argv = [sys.executable, "-I", "-S", "-B", str(PROGRAM), "pack", str(top)]
+    done = subprocess.run(argv, capture_output=True, env={"LC_ALL": "C.UTF-8"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as packed:
+        names = packed.getnames()
+    assert len(names) == 1502 and names[-1] == "a/" * 1501 + "leaf"
+    fileops._remove_all(os.fsencode(top))  # as pytest's own removal is recursive

@@ -123,3 +123,26 @@ def test_where_a_file_system_begins_is_not_copied_to_another_one(tmp_path: Path,
         fileops._carry(source, os.fsencode(tmp_path / "got"), False)
     assert (caught.value.code, caught.value.entry) == ("invalid_value", source.decode())
     assert os.listdir(tmp_path) == []
+
+
+def test_a_move_between_file_systems_that_is_given_up_leaves_no_half_copy(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    code = (
+        "import os, shutil, signal\n"
+        "from corral.guest import fileops\n"
+        "def half(source, target, **more):\n"
+        "    os.mkdir(target)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "shutil.copytree = half\n"
+        "fileops._carry(b'old', b'./new', False)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
+    assert (done.returncode, done.stderr) == (5, b"")
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_a_directory_is_not_moved_over_a_file(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "f").touch()
+    status, _, refusal = run("move", str(tmp_path / "d"), str(tmp_path / "f"), "1")
+    assert (status, refusal["code"], refusal["entry"]) == (3, "not_a_directory", str(tmp_path / "f"))
