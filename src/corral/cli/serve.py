@@ -31,6 +31,8 @@ PATIENCE_S = 2.0
 """How long a state directory that is owned is waited for: most commands are over sooner."""
 KEY_FILE = "admin.key"
 OPEN_FILES = 65_536
+REFUSED_SOCKET = "ASGI callable returned without completing handshake."
+"""What uvicorn logs of each handshake that was answered with a status of our own."""
 
 
 @click.command()
@@ -114,7 +116,12 @@ def _show_failures() -> None:
 
 
 def _without_trace(record: logging.LogRecord) -> bool:
-    """An answer that had to be broken off, because its sandbox was deleted or a file changed, is no failure of the server."""
+    """An answer that had to be broken off, because its sandbox was deleted or a file changed, is no failure of the server.
+
+    Nor is a WebSocket that was refused with a problem, which strangers without a key could fill the log with.
+    """
+    if record.msg == REFUSED_SOCKET:
+        return False
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, CorralError):
         record.msg, record.args, record.exc_info, record.exc_text = f"an answer was broken off: {error}", (), None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +38,12 @@ def test_an_answer_that_had_to_be_broken_off_is_one_line_a_fault_has_its_trace(
     )
     told(log, KeyError("x"))
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_refused_websocket_is_not_logged(log: logging.Logger, capfd: pytest.CaptureFixture[str]) -> None:
+    from uvicorn.protocols.websockets import websockets_sansio_impl
+
+    serve._show_failures()
+    assert serve.REFUSED_SOCKET in Path(websockets_sansio_impl.__file__).read_text(encoding="utf-8")
+    log.error(serve.REFUSED_SOCKET)
+    assert capfd.readouterr().err == ""
