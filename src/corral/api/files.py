@@ -26,7 +26,9 @@ Json = dict[str, Any]
 MAX_PATH = 4096
 MAX_PAGE = 10_000
 BINARY = "application/octet-stream"
-_RANGE = re.compile(r"bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*")
+FARTHEST = 2**63 - 1
+"""No file has a byte behind it."""
+_RANGE = re.compile(r"bytes\s*=\s*([0-9]{0,40})\s*-\s*([0-9]{0,40})\s*")
 
 
 # -- parts of requests ---------------------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ def range_of(request: Request) -> tuple[int | None, int | None]:
     match = _RANGE.fullmatch(request.headers.get("range", ""))
     if match is None or not (match[1] or match[2]):
         return None, None
-    first, last = (int(text) if text else None for text in match.groups())
+    first, last = (min(int(text), FARTHEST) if text else None for text in match.groups())
     if first is not None and last is not None and last < first:
         return None, None
     return first, last

@@ -231,6 +231,9 @@ class FileCalls:
                         yield FileEvent(cast(Any, event.kind), _path_of(doc), doc)
                     if event.kind == "ended":
                         return
+                if not begun:
+                    raise CorralError("infra_error", "the service says nothing of a watch", retryable=False)
+                await self.line.effects.sleep(0.05)
             except Cut:
                 await self.line.effects.sleep(0.05)
             except CorralError as error:

@@ -62,3 +62,13 @@ async def test_a_watch_that_is_refused_raises_why() -> None:
     with pytest.raises(CorralError) as caught:
         await seen(line)
     assert (caught.value.code, line.closed) == ("sandbox_lost", 1)
+
+
+async def test_a_stream_that_ends_without_a_word_is_no_watch_and_not_asked_for_without_end() -> None:
+    with pytest.raises(CorralError) as caught:
+        await seen(Streams([]))
+    assert caught.value.code == "infra_error"
+
+
+async def test_a_stream_that_ends_before_the_watch_does_is_opened_again() -> None:
+    assert await seen(Streams([STARTED], [STARTED, Event("ended")])) == ["started", "overflow", "started", "ended"]
