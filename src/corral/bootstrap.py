@@ -21,6 +21,7 @@ from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from corral import config
+from corral.client.effects import result_of
 from corral.client.line import Params
 from corral.errors import CorralError
 
@@ -98,7 +99,10 @@ class Owner:
     # -- life ------------------------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
     async def _start(self, progress: Progress | None) -> None:
         self._listener = bind_socket(self._settings.state_dir)
@@ -254,7 +258,7 @@ class Owner:
         """Run there and wait; an interruption here cancels the waiting there."""
         future = self.submit(work)
         try:
-            return future.result(timeout)
+            return result_of(future, timeout)
         except CancelledError as error:
             raise CorralError("shutting_down", "the service is stopping") from error
         except BaseException:

@@ -85,7 +85,8 @@ def command(
                     terminal.put(f"corral: admin key {opened.fresh}\n")
                 elif opened.how != "stored":
                     terminal.put(f"corral: admin key set by {VARIABLE}\n")
-                stop.wait()
+                while not stop.wait(0.25):
+                    pass  # a signal that another thread gets does not wake one that waits for good
                 _log("stopping: new work is refused, what runs lives on")
                 owner.drain(DRAIN_S)
                 owner.close()

@@ -88,6 +88,25 @@ class Effects(Protocol):
 
 
 # -- without suspending --------------------------------------------------------------------------------------------------------
+LOOK_S = 0.25
+
+
+def result_of(future: Future[T], timeout: float | None = None) -> T:
+    """`future.result(timeout)`, waited for in short pieces.
+
+    A signal that the kernel gives to another thread of this process does not wake a main thread that waits for a lock, and its handler
+    would run when all is over.
+    """
+    until = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = LOOK_S if until is None else min(LOOK_S, until - time.monotonic())
+        try:
+            return future.result(max(0.0, left))
+        except TimeoutError:
+            if future.done() or (until is not None and time.monotonic() >= until):
+                raise
+
+
 def drive(work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
     """Run a coroutine whose effects are `Blocking`, to its end, here and now."""
     steps = work.__await__()
@@ -146,7 +165,7 @@ class Blocking:
 
     async def settled(self, future: Future[T]) -> T:
         try:
-            return future.result()
+            return result_of(future)
         except BaseException as error:
             if future.cancelled() and isinstance(error, Exception):
                 raise CorralError("shutting_down", "the service is stopping") from error
