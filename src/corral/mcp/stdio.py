@@ -7,6 +7,7 @@ client still holds its side open or has stopped reading.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import queue
 import sys
@@ -24,6 +25,7 @@ from mcp.shared.message import SessionMessage
 from corral.mcp.server import CorralMCP
 
 LONGEST_LINE = 64 << 20
+PARSE_ERROR, INVALID_REQUEST = -32700, -32600
 FLUSH_S = 2.0
 
 Incoming = SessionMessage | Exception
@@ -63,7 +65,7 @@ async def streams(
     write, write_out = anyio.create_memory_object_stream[SessionMessage](0)
     loop = asyncio.get_running_loop()
     outgoing: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(source, read_in, loop), name="corral-mcp-stdin", daemon=True).start()
+    threading.Thread(target=_read, args=(source, read_in, loop, outgoing), name="corral-mcp-stdin", daemon=True).start()
     threading.Thread(target=_write, args=(sink, outgoing, loop), name="corral-mcp-stdout", daemon=True).start()
 
     async def pump() -> None:
@@ -96,15 +98,39 @@ def messages(file: BinaryIO) -> Iterator[Incoming]:
         if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
             while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):
                 pass
-            yield ValueError(f"a message is longer than {LONGEST_LINE} bytes")
+            yield Unreadable(f"a message is longer than {LONGEST_LINE} bytes", None, INVALID_REQUEST)
             continue
         try:
             yield SessionMessage(mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False))
         except ValueError as error:
-            yield error
+            yield _unreadable(line, error)
 
 
-def _read(source: int, read_in: MemoryObjectSendStream[Incoming], loop: asyncio.AbstractEventLoop) -> None:
+class Unreadable(ValueError):
+    """A line that is no message; `reply` is what its sender is told, who may wait for an answer."""
+
+    def __init__(self, detail: str, number: str | int | None, code: int) -> None:
+        super().__init__(detail)
+        error = {"code": code, "message": detail[:500]}
+        self.reply = json.dumps({"jsonrpc": "2.0", "id": number, "error": error}).encode() + b"\n"
+
+
+def _unreadable(line: bytes, error: ValueError) -> Unreadable:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return Unreadable(f"this is no JSON: {error}", None, PARSE_ERROR)
+    number = said.get("id") if isinstance(said, dict) else None
+    known = isinstance(number, (str, int)) and not isinstance(number, bool)
+    return Unreadable(f"this is no message of the protocol: {error}", number if known else None, INVALID_REQUEST)
+
+
+def _read(
+    source: int,
+    read_in: MemoryObjectSendStream[Incoming],
+    loop: asyncio.AbstractEventLoop,
+    outgoing: queue.SimpleQueue[_Outgoing],
+) -> None:
     async def end() -> None:
         await read_in.aclose()
 
@@ -112,6 +138,12 @@ def _read(source: int, read_in: MemoryObjectSendStream[Incoming], loop: asyncio.
         try:
             with os.fdopen(source, "rb", closefd=False) as file:
                 for message in messages(file):
+                    if isinstance(message, Unreadable):
+                        written = loop.create_future()
+                        written.add_done_callback(
+                            lambda done: done.cancelled() or done.exception()
+                        )  # nobody waits for it
+                        outgoing.put((message.reply, written))
                     asyncio.run_coroutine_threadsafe(read_in.send(message), loop).result()
         except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # the same as the client's end

@@ -248,3 +248,24 @@ async def test_http_is_for_those_with_the_key_by_its_own_name_and_for_no_foreign
         if status == 401:
             assert answer.headers["www-authenticate"] == "Bearer" and answer.json()["code"] == "unauthorized"
         assert (await client.get("/.well-known/oauth-protected-resource")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("line", "number", "code"),
+    [
+        (b'{"jsonrpc":"2.0","id":7,"method":"tools/call","params":{"path":"\\ud800"}}\n', 7, -32600),
+        (b'{"jsonrpc":"2.0","id":"a","method":5}\n', "a", -32600),
+        (b'{"jsonrpc":"2.0","id":[1]}\n', None, -32600),
+        (b"no json\n", None, -32700),
+        (b"[" * 100_000 + b"\n", None, -32700),
+    ],
+    ids=["surrogate", "method", "id", "text", "deep"],
+)
+def test_who_sends_what_is_no_message_is_told_so_under_its_number(
+    line: bytes, number: str | int | None, code: int
+) -> None:
+    [message] = stdio.messages(io.BytesIO(line))
+    assert isinstance(message, stdio.Unreadable)
+    reply = json.loads(message.reply)
+    assert (reply["jsonrpc"], reply["id"], reply["error"]["code"]) == ("2.0", number, code)
+    assert message.reply.endswith(b"\n") and message.reply.count(b"\n") == 1
