@@ -271,7 +271,7 @@ class Exec:
         self.body.execs.pop(self.exec_id, None)
         if not self.done.done():
             self.done.set_result(facts)
-        if not (self.body.execs or self.body.background or self.body.gone.is_set()):
+        if self.body.is_quiet and not self.body.gone.is_set():
             self.body.take_base(self.meter.after)
 
     def _facts(self, status: ExecStatus | None, infra: str | None) -> ExecFacts:

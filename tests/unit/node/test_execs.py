@@ -369,3 +369,14 @@ async def test_a_copy_of_a_state_directory_does_not_reach_the_sandboxes_of_the_o
     assert (await again.run(ins, "echo", "still"))[1] == b"still\n"
     await again.node.close()
     await bench.start()
+
+
+async def test_what_a_transfer_uses_after_an_exec_is_not_charged_to_the_next(bench: Bench) -> None:
+    ins = await bench.create()
+    body = bench.node._bodies[ins]
+    body.transfers = 1
+    await bench.run(ins, "echo", "beside a transfer")
+    assert body._base is None, "counters that a transfer still moves are no base"
+    body.transfers = 0
+    await bench.run(ins, "echo", "alone")
+    assert body._base is not None
