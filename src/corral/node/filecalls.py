@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 
 from corral.domain.fence import Fence
@@ -13,19 +14,22 @@ from corral.node.body import Body
 from corral.ports.node import Collected, FileBlocks, FileEvents, FileInfo, FilePage
 
 
-class FileCalls:
+class FileCalls(ABC):
     """See `ports.node.Node`. What is not here is the instance's own: who is alive, under which fence, where its base lies."""
 
     _bodies: dict[str, Body]
 
+    @abstractmethod
     def _alive(self, instance_id: str) -> Body:
-        raise NotImplementedError
+        """The live instance, or why there is none."""
 
+    @abstractmethod
     def _check_fence(self, body: Body, fence: Fence) -> None:
-        raise NotImplementedError
+        """`lease_lost` for a fence below the instance's floor."""
 
+    @abstractmethod
     def _mark_path(self, instance_id: str) -> str:
-        raise NotImplementedError
+        """Where its base of changes is kept."""
 
     async def put_files(self, instance_id: str, fence: Fence, items: Sequence[tuple[str, int, bytes | None]]) -> None:
         body = self._alive(instance_id)
