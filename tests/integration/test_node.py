@@ -255,11 +255,24 @@ time.sleep(60)
 """
 
 
+async def spoken(host: Host, exec_id: str, words: bytes) -> None:
+    """Until it has said so much."""
+    until = time.monotonic() + 60
+    while b"".join(await host.node.read_output(exec_id, "stdout")) != words:
+        assert time.monotonic() < until
+        await asyncio.sleep(0.01)
+
+
 async def of_execs(body: Body) -> list[int]:
     """Host pids of live processes of the sandbox's user, the guest's own apart."""
     if not body.instance.same_uid:
         return await body.survivors(0, uid=body.tree.uid)
-    return [pid for pid in await body.survivors(0) if b"boot.pyc" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in await body.survivors(0):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            if b"boot.pyc" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancelled"])
@@ -271,7 +284,7 @@ async def test_a_kill_ends_the_whole_tree_and_the_host_sees_it(host: Host, how: 
     limits = Limits(wall_s=1.0 if how == "timeout" else 30.0)
     exec_id = await host.begin(ins, *PYTHON_ARGV, "-c", STUBBORN, limits=limits, grace_s=0.5)
     if how == "cancelled":
-        await asyncio.sleep(1.0)
+        await spoken(host, exec_id, b"start\n")
         await host.node.end_exec(exec_id, "cancelled")
     facts = await host.node.wait_exec(exec_id)
     assert time.monotonic() - begun < 5
@@ -586,7 +599,7 @@ async def test_a_node_that_dies_at_a_fault_point_leaves_nothing_that_open_and_gc
 async def test_a_sandbox_whose_pid_1_is_killed_is_lost_at_once_and_its_execs_say_so(host: Host) -> None:
     ins = await host.create()
     exec_id = await host.begin(ins, "sh", "-c", "echo said; sleep 60")
-    await asyncio.sleep(0.3)
+    await spoken(host, exec_id, b"said\n")
     body = host.node._bodies[ins]
     begun = time.monotonic()
     await body.runtime.kill(body.ref)
