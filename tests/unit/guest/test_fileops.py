@@ -134,7 +134,8 @@ def test_a_move_between_file_systems_that_is_given_up_leaves_no_half_copy(tmp_pa
         "    os.mkdir(target)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "shutil.copytree = half\n"
-        "fileops._carry(b'old', b'./new', False)\n"
+        "here = os.getcwdb()\n"
+        "fileops._carry(here + b'/old', here + b'/new', False)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
     assert (done.returncode, done.stderr) == (5, b"")

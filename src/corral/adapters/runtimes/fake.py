@@ -428,7 +428,9 @@ class FakeRuntime:
 
     async def probe(self) -> RuntimeInfo:
         modes = LimitModes(output="enforced", wall="enforced")
-        return RuntimeInfo(self.name, True, None, 0, "1", {"host_pids": False, "two_uids": True}, modes, 0.0)
+        return RuntimeInfo(
+            self.name, True, None, 0, "1", {"host_pids": False, "two_uids": os.geteuid() == 0}, modes, 0.0
+        )
 
     async def create(self, spec: InstanceSpec, control: socket.socket) -> Instance:
         if spec.instance_id not in self._guests:
