@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from corral.errors import CorralError
@@ -53,6 +54,17 @@ def _save(path: str, manifest: Manifest) -> None:
     os.replace(path + ".new", path)
 
 
+@contextlib.contextmanager
+def _alone(mark_path: str) -> Iterator[None]:
+    """One change of a base at a time: `put` reads it, adds and writes, and transfers that end together each write it."""
+    lock = os.open(mark_path + ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
 async def put(
     tree: HostTree, mark_path: str, items: Sequence[tuple[str, int, bytes | None]], *, settle: bool = False
 ) -> None:
@@ -61,8 +73,10 @@ async def put(
 
     def work() -> None:
         guest.put(items)
-        previous = _load(mark_path)
-        if previous is not None:
+        with _alone(mark_path):
+            previous = _load(mark_path)
+            if previous is None:
+                return
             current = guest.scan(previous, settle=settle)
             for path, _, _ in items:
                 parts = [part for part in os.fsencode(path).split(b"/") if part not in (b"", b".")]
@@ -80,9 +94,14 @@ async def mark(tree: HostTree, mark_path: str, *, settle: bool = False) -> None:
     guest = _workspace(tree)
 
     def work() -> None:
-        _save(mark_path, guest.scan(_load(mark_path), settle=settle))
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(mark_path + _STALE)
+        with _alone(mark_path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(mark_path + _STALE)  # before the look: what is touched while it lasts may not be in it
+            try:
+                _save(mark_path, guest.scan(_load(mark_path), settle=settle))
+            except BaseException:
+                touch(mark_path)  # there is no new base, so the change still waits for one
+                raise
 
     await asyncio.to_thread(work)
 
@@ -117,14 +136,15 @@ async def collect(
     globs = [_relative(glob) for glob in outputs]
 
     def work() -> Collected:
-        previous = _load(mark_path)
-        look = guest.look(previous, settle=settle)
-        now = look.manifest
-        changes, more = diff(previous if previous is not None else Manifest(), now, MAX_CHANGES)
-        if mark and (
-            now.entries or changes or previous is None
-        ):  # an empty workspace that stays empty needs no new base
-            _save(mark_path, now)
+        with _alone(mark_path):
+            previous = _load(mark_path)
+            look = guest.look(previous, settle=settle)
+            now = look.manifest
+            changes, more = diff(previous if previous is not None else Manifest(), now, MAX_CHANGES)
+            if mark and (
+                now.entries or changes or previous is None
+            ):  # an empty workspace that stays empty needs no new base
+                _save(mark_path, now)
         if mark:
             seen(look)
         artifacts: list[dict[str, Any]] = []
