@@ -35,7 +35,7 @@ def tree(tmp_path: Path) -> Any:
 async def changes(tree: HostTree, mark_path: str) -> list[str]:
     found = await files.collect(tree, mark_path, outputs=(), max_bytes=0, into=None)
     assert found.complete
-    return sorted(change.path for change in found.changes)
+    return sorted(change.path for change in found.files)
 
 
 def test_transfers_that_end_together_each_make_their_base(tree: HostTree, tmp_path: Path) -> None:
