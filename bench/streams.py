@@ -130,10 +130,10 @@ class Streams(Bench):
         return self._clients[via]
 
     def box(self, via: str, runtime: str) -> Any:
-        """A sandbox with the block in it."""
+        """A sandbox with the block in it, and room for two: a file that is written anew is there until its successor is whole."""
         if (via, runtime) not in self._boxes:
             self._usable(runtime)
-            made = self.client(via).sandboxes.create(runtime=runtime, disk=self.content.size + 512 * MIB)
+            made = self.client(via).sandboxes.create(runtime=runtime, disk=2 * self.content.size + 512 * MIB)
             self.undo.callback(made.delete)
             made.files.write("block", self.content.block)
             if made.exec(["true"]).reason != "ok":
