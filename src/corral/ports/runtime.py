@@ -9,6 +9,9 @@ Contract for every adapter (`corral.testing.runtime` is the conformance suite):
   `create`, `destroy(partial_ref(spec.directory))` removes all of it. It starts the guest as PID 1 of the sandbox with the listening
   control socket as an inherited descriptor, detached (own session, not a child that dies with us), and returns when the launcher
   has done its part; it does not talk to the guest.
+* A runtime that passes no socket inside may have its guest talk over two FIFOs instead (`corral.linux.fifos.make`, before the start):
+  they are its standard input and output, the guest gets `--control-fifo`, and `Instance.control` says so, after `attach` too.
+  Such a pair knows no end of file: only `wait_gone` tells that the guest has ended.
 * Nothing of the host's environment, working directory, descriptors or credentials reaches the inside.
 * `InstanceRef.data` is JSON and is all that a later process needs to `attach`, `stats`, `destroy`. A process is referred to by
   (pid, start time, boot id), never by number alone.
@@ -41,7 +44,7 @@ class InstanceSpec:
     interpreter: str
     """Projected interpreter tree, to appear read-only at /.corral: `bin/python3`, `lib/ld.so`, `guest/` (see node/interpreter.py)."""
     guest_argv: tuple[str, ...]
-    """Command of PID 1 inside, without the descriptor of the control socket; the adapter appends `--control-fd N`."""
+    """Command of PID 1 inside, without its control channel; the adapter appends `--control-fd N` or `--control-fifo`."""
     limits: Limits = field(default_factory=Limits)
     hostname: str = "sandbox"
     writable_root: bool = False
@@ -83,6 +86,8 @@ class Instance:
     guest_uid: int = 0
     same_uid: bool = False
     """True when guest and execs share one uid: the five measures must be on."""
+    control: Literal["socket", "fifo"] = "socket"
+    """How the node reaches the guest: the listening socket that `create` got, or the FIFOs `guest.in` and `guest.out` of `ref.directory`."""
 
 
 @dataclass(frozen=True)
@@ -174,3 +179,22 @@ class SupportsPause(Protocol):
     async def pause(self, ref: InstanceRef) -> None: ...
 
     async def resume(self, ref: InstanceRef) -> None: ...
+
+
+class SupportsMemorySnapshot(Protocol):
+    """Optional: an instance with its memory as files, to go on from as often as wanted. The guest was asked to quiesce before."""
+
+    async def checkpoint(self, ref: InstanceRef, into: str) -> None:
+        """Write the instance under `into` (an empty directory of ours, 0700); it has stopped when this returns, and only `destroy` is left.
+
+        Raises `infra_error` when it failed; what is under `into` is then of no use, and the instance may have stopped too.
+        """
+        ...
+
+    async def restore(self, spec: InstanceSpec, image: str) -> Instance:
+        """Go on from the files of a `checkpoint`, as the instance of `spec`; as idempotent and as findable as `create`.
+
+        An image may be restored many times, at the same time too, and for the instance that it was made of. The guest inside still
+        believes itself to be that one, until `identify` with a fence of a later incarnation.
+        """
+        ...
