@@ -1,0 +1,39 @@
+"""Conformance of a store: what `corral.ports.store` promises, as checks without a test framework.
+
+`CHECKS` is a list of `(id, run)`; `await run_check(run, make)` runs one, where `make(clock)` builds an unopened store on an empty
+database of its own. `corral.testing.pytest_suites.StoreConformance` wraps them for pytest.
+"""
+
+from __future__ import annotations
+
+from corral.testing.store import instances, leases, runs, sandboxes, values  # each registers its checks
+from corral.testing.store.bench import (
+    CHECKS,
+    START_MS,
+    Bench,
+    Check,
+    Clock,
+    MakeStore,
+    audit,
+    check,
+    refused,
+    run_check,
+)
+
+__all__ = [
+    "CHECKS",
+    "START_MS",
+    "Bench",
+    "Check",
+    "Clock",
+    "MakeStore",
+    "audit",
+    "check",
+    "instances",
+    "leases",
+    "refused",
+    "run_check",
+    "runs",
+    "sandboxes",
+    "values",
+]
