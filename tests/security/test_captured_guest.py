@@ -22,9 +22,9 @@ import pytest
 from corral.domain.facts import ExecFacts
 from corral.domain.limits import MIB, LimitModes, Limits
 from corral.domain.result import judge
+from corral.testing.hostile.guest import guest
 
 from .conftest import MODES, Box, Lab, Refused, eventually, marked
-from .hostile_guest import guest
 
 IMPATIENT = {"request_s": 2.0, "connect_s": 2.0, "keepalive_s": 2.0}
 

@@ -11,24 +11,11 @@ from typing import Any
 
 import pytest
 
-from corral.guest import protocol
+from corral.testing.hostile.channel import CONNECT, DESCRIPTORS, FORGERIES, SPEAK
+from corral.testing.hostile.prelude import PRELUDE
 
 from .conftest import ROOT, Box, Lab
-from .probes import AS_USER, PRELUDE, TELL, USER, on_the_host
-
-DESCRIPTORS = (
-    PRELUDE
-    + r"""
-answers["mine"] = {}
-for fd in range(4096):
-    try:
-        os.fstat(fd)
-        answers["mine"][fd] = os.readlink(f"/proc/self/fd/{fd}").split(":")[0]
-    except OSError:
-        pass
-"""
-    + TELL
-)
+from .probes import AS_USER, USER, on_the_host
 
 
 def test_an_exec_has_its_three_descriptors_and_no_other(box: Box) -> None:
@@ -42,17 +29,6 @@ def test_control_the_look_finds_a_descriptor_that_is_there(box: Box) -> None:
     opened = 'import os\nfor _ in range(3): os.open("/", os.O_RDONLY)\nimport socket\na, b = socket.socketpair()\n'
     seen = box.ask(opened + DESCRIPTORS)["mine"]
     assert len(seen) == 8 and "socket" in seen.values(), seen
-
-
-FORGERIES = {
-    "ended well": protocol.control(protocol.EVENT, {"event": "ended", "attach": 1, "status": {"state": "ended", "exit_code": 0}}),
-    "reply": protocol.control(protocol.REPLY, {"id": 1, "ok": {}}),
-    "hello": protocol.control(protocol.HELLO, {"versions": [1, 1], "version": 1}),
-    "output": protocol.data_frame(1, 0, 0, b"forged"),
-    "resync": protocol.MAGIC + bytes(16),
-    "request": protocol.control(protocol.REQUEST, {"id": 1, "op": "shutdown", "fence": [1, 9]}),
-    "supervisor": b'{"event": "exited", "status": 0, "at": 1}',
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("pty", [False, True])
@@ -80,32 +56,6 @@ os._exit(7)
         if not pty:
             assert (outcome.stdout, outcome.stderr) == (frame, frame), name
     assert box.works()
-
-
-CONNECT = (
-    PRELUDE
-    + r"""
-def connect(path):
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(2)
-        sock.connect(path)
-def send(path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        sock.settimeout(2)
-        sock.connect(path)
-targets = json.loads(sys.argv[1])
-for path in targets:
-    path = "\0" + path[1:] if path.startswith("@") else path
-    attempt("stream " + path, connect, path)
-    attempt("datagram " + path, send, path)
-for pid in [n for n in os.listdir("/proc") if n.isdigit()]:
-    for fd in range(12):
-        attempt(f"stream /proc/{pid}/fd/{fd}", connect, f"/proc/{pid}/fd/{fd}")
-with open("/proc/net/unix") as table:
-    answers["listed"] = [line.split()[7] for line in table.readlines()[1:] if len(line.split()) > 7]
-"""
-    + TELL
-)
 
 
 def host_sockets() -> list[str]:
@@ -138,25 +88,6 @@ def test_no_socket_of_the_host_can_be_reached_by_path_name_or_descriptor(box: Bo
         outside = on_the_host(CONNECT, json.dumps([f"@{name}", f"@{name}-letters"]))
         assert outside[f"stream \0{name}"] == "ok" and outside[f"datagram \0{name}-letters"] == "ok", outside
         assert f"@{name}" in outside["listed"]
-
-
-SPEAK = (
-    PRELUDE
-    + r"""
-def speak():
-    # Through the directory: a path of a socket may not be longer than 108 bytes.
-    directory = os.open(sys.argv[1], os.O_PATH)
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(5)
-        sock.connect(f"/proc/self/fd/{directory}/s")
-        body = b'{"versions": [1, 1], "role": "thief"}'
-        sock.sendall(struct.pack(">IB", len(body), 1) + body)
-        told = sock.recv(4096)
-        return None if b'"instance"' in told else "no hello"
-attempt("speak", speak)
-"""
-    + TELL
-)
 
 
 @pytest.mark.root

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 import corral
+from corral.testing.hostile.prelude import PRELUDE, TELL
 
 from .conftest import MODES, Box, Lab, eventually
-from .probes import AS_USER, PRELUDE, TELL, user_python
+from .probes import AS_USER, user_python
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

@@ -21,11 +21,11 @@ import pytest
 
 from corral.client.trees import unpack
 from corral.errors import CorralError
+from corral.testing.hostile.files import KERNEL_FILES, RAISED, TARGETS, WRITABLE
+from corral.testing.hostile.prelude import PRELUDE, TELL
 
 from .conftest import Box, Lab, Refused, who_am_i
-from .probes import AS_USER, PRELUDE, TELL, USER, on_the_host
-
-WRITABLE = {"/workspace", "/home/sandbox", "/tmp", "/var/tmp", "/dev/shm", "/run/user/1000"}
+from .probes import AS_USER, USER, on_the_host
 
 WRITE = (
     PRELUDE
@@ -47,37 +47,6 @@ def test_only_the_named_places_are_writable(box: Box) -> None:
     assert {path for path, answer in answers.items() if answer == "ok"} == WRITABLE
     assert len(answers) > 20
     assert not list((box.lab.state / "rootfs").glob("**/.probe"))
-
-
-KERNEL_FILES = (
-    PRELUDE
-    + r"""
-def read(path):
-    with open(path, "rb", buffering=0) as file:
-        return None if file.read(4) else "nothing"
-def write(path):
-    os.close(os.open(path, os.O_WRONLY))
-def enter(path):
-    return None if os.listdir(path) else "nothing"
-for path in json.loads(sys.argv[1])["read"]:
-    attempt("read " + path, read, path)
-for path in json.loads(sys.argv[1])["write"]:
-    attempt("write " + path, write, path)
-for path in json.loads(sys.argv[1])["enter"]:
-    attempt("enter " + path, enter, path)
-"""
-    + TELL
-)
-TARGETS = {
-    "read": ["/proc/kcore", "/proc/keys", "/proc/key-users", "/proc/timer_list", "/proc/sched_debug", "/proc/kmsg", "/proc/config.gz",
-             "/proc/latency_stats", "/proc/kpagecount", "/proc/kpageflags", "/proc/vmallocinfo", "/proc/slabinfo", "/proc/mtrr",
-             "/sys/kernel/mm/transparent_hugepage/enabled", "/dev/mem", "/dev/kmsg", "/dev/vda", "/dev/loop0", "/dev/loop-control"],
-    "write": ["/proc/sysrq-trigger", "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/kernel/hostname",
-              "/proc/sys/vm/drop_caches", "/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/ipv4/ip_unprivileged_port_start",
-              "/proc/sys/fs/file-max", "/proc/sys/kernel/shmmax", "/proc/irq/default_smp_affinity",
-              "/sys/kernel/uevent_helper", "/sys/power/state", "/sys/fs/cgroup/cgroup.procs", "/dev/fuse", "/dev/kvm", "/dev/net/tun"],
-    "enter": ["/proc/acpi", "/proc/scsi", "/proc/fs", "/proc/driver", "/sys", "/sys/firmware", "/sys/fs/cgroup", "/sys/kernel/debug"],
-}  # fmt: skip
 
 
 def test_doors_of_proc_sys_and_dev_are_shut(box: Box) -> None:
@@ -137,25 +106,6 @@ def test_dev_is_minimal(box: Box) -> None:
     usual = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx")}
     assert devices <= usual, devices - usual
     assert "/dev/null" in devices
-
-
-RAISED = (
-    PRELUDE
-    + r"""
-import shutil, subprocess
-def run(path):
-    return str(subprocess.run([path]).returncode)
-def copy_and_run(place):
-    shutil.copy(sys.argv[1], place + "/raised")
-    os.chmod(place + "/raised", 0o6755)
-    assert os.stat(place + "/raised").st_mode & 0o4000
-    return run(place + "/raised")
-attempt("as it is", run, sys.argv[1])
-for place in sys.argv[2:]:
-    attempt(place, copy_and_run, place)
-"""
-    + TELL
-)
 
 
 def test_a_set_uid_program_raises_nobody(box: Box) -> None:

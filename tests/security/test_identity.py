@@ -6,21 +6,10 @@ import os
 
 import pytest
 
-from .conftest import ROOT, Box, Lab, status_of
-from .probes import AS_USER, PRELUDE, TELL, on_the_host
+from corral.testing.hostile.identity import GUEST_CAPABILITIES, STATUS
 
-STATUS = (
-    PRELUDE
-    + r"""
-for line in open("/proc/self/status"):
-    name, _, value = line.partition(":")
-    if name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Seccomp_filters", "Uid", "Gid", "Groups"):
-        answers[name] = value.split()
-answers["bits"] = libc.prctl(27, 0, 0, 0, 0)
-"""
-    + TELL
-)
-GUEST_CAPABILITIES = (1 << 5) | (1 << 6) | (1 << 7)  # KILL, SETGID, SETUID
+from .conftest import ROOT, Box, Lab, status_of
+from .probes import AS_USER, on_the_host
 
 
 def test_an_exec_has_no_capability_and_no_way_to_one(box: Box) -> None:

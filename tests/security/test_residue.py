@@ -9,91 +9,10 @@ from typing import Any
 
 import pytest
 
+from corral.testing.hostile.prelude import PRELUDE, TELL
+from corral.testing.hostile.residue import CLEAN, LEAVE, LOOK_FOR_MARKS, PLACES
+
 from .conftest import MODES, Box, Lab, status_of
-from .probes import PRELUDE, TELL
-
-PLACES = ("/workspace", "/home/sandbox", "/tmp", "/var/tmp", "/dev/shm", "/run/user/1000")
-
-LEAVE = (
-    PRELUDE
-    + r"""
-word, places = sys.argv[1], sys.argv[2:]
-for place in places:
-    os.mkdir(f"{place}/{word}")
-    for name in (f"{place}/{word}/file", f"{place}/.{word}"):
-        open(name, "w").write(word)
-open("/home/sandbox/.bashrc", "a").write(f"echo {word}\n")
-os.makedirs("/home/sandbox/.local/lib/python3/site-packages", exist_ok=True)
-open("/home/sandbox/.local/lib/python3/site-packages/" + word, "w").write(word)
-identifier = libc.shmget(0x5EC0DE, 4096, 0o1666)
-libc.shmat.restype = ctypes.c_void_p
-ctypes.memmove(libc.shmat(identifier, None, 0), word.encode(), len(word))
-libc.msgget(0x5EC0DE, 0o1666)
-libc.semget(0x5EC0DE, 1, 0o1666)
-read, write = os.pipe()
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        for number in (1, 2, 15):
-            signal.signal(number, signal.SIG_IGN)
-        tcp = socket.create_server(("127.0.0.1", 18081))
-        unix = socket.socket(socket.AF_UNIX)
-        unix.bind("\0" + "corral-residue")
-        unix.listen()
-        unlinked = open(f"/workspace/unlinked-{word}", "w")
-        unlinked.write(word * 1000)
-        os.unlink(unlinked.name)
-        libc.prctl(15, b"residue", 0, 0, 0)
-        os.write(write, b"up")
-        os.close(1), os.close(2), os.close(write)
-        while True:
-            time.sleep(1000)
-    os._exit(0)
-os.close(write)
-assert os.read(read, 2) == b"up"
-"""
-    + TELL
-)
-
-LOOK = (
-    PRELUDE
-    + r"""
-word = sys.argv[1].encode()
-found = []
-for place in sys.argv[2:]:
-    for folder, names, files in os.walk(place):
-        for name in names + files:
-            path = os.path.join(folder, name)
-            held = word in os.fsencode(name)
-            if not held and name in files and not os.path.islink(path):
-                held = word in open(path, "rb").read()
-            if held:
-                found.append(path)
-answers["files"] = len(found)
-answers["shm"] = libc.shmget(0x5EC0DE, 0, 0) >= 0
-answers["msg"] = libc.msgget(0x5EC0DE, 0) >= 0
-answers["sem"] = libc.semget(0x5EC0DE, 0, 0) >= 0
-def tcp():
-    socket.create_connection(("127.0.0.1", 18081), 2).close()
-def abstract():
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect("\0corral-residue")
-attempt("tcp", tcp)
-attempt("abstract", abstract)
-answers["processes"] = 0
-for name in os.listdir("/proc"):
-    if name.isdigit():
-        try:
-            answers["processes"] += open(f"/proc/{name}/comm").read() == "residue\n"
-        except OSError:
-            pass
-answers["hostname"] = socket.gethostname()
-answers["used"] = {place: os.statvfs(place).f_files - os.statvfs(place).f_ffree for place in sys.argv[2:]}
-"""
-    + TELL
-)
-
-CLEAN = {"files": 0, "shm": False, "msg": False, "sem": False, "tcp": "ECONNREFUSED", "abstract": "ECONNREFUSED", "processes": 0}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -132,11 +51,11 @@ def facts(answers: dict[str, Any]) -> dict[str, Any]:
 def test_the_next_sandbox_on_the_same_ids_device_and_group_finds_nothing(narrow: Lab) -> None:
     word = f"mark{os.urandom(8).hex()}"
     with narrow.box() as first:
-        fresh = first.ask(LOOK, word, *PLACES)
+        fresh = first.ask(LOOK_FOR_MARKS, word, *PLACES)
         assert facts(fresh) == CLEAN
         assert first.ask(LEAVE, word, *PLACES) == {}
         # Control: a later exec of the same sandbox finds each of them.
-        seen = facts(first.ask(LOOK, word, *PLACES))
+        seen = facts(first.ask(LOOK_FOR_MARKS, word, *PLACES))
         assert seen.pop("files") >= 3 * len(PLACES)
         assert seen == {"shm": True, "msg": True, "sem": True, "tcp": "ok", "abstract": "ok", "processes": 1}
         before = (loop_device(first), uids(first), groups(first), first.directory, first.instance)
@@ -152,7 +71,7 @@ def test_the_next_sandbox_on_the_same_ids_device_and_group_finds_nothing(narrow:
             break
         # The same name: the same directory and control group.
         with narrow.box(instance=before[4]) as box:
-            answers = box.ask(LOOK, word, *PLACES)
+            answers = box.ask(LOOK_FOR_MARKS, word, *PLACES)
             assert facts(answers) == CLEAN, turn
             if image is not None:
                 assert answers["used"] == fresh["used"], "as fresh as the first was"
@@ -165,8 +84,8 @@ def test_two_that_live_at_once_see_nothing_of_each_other(lab: Lab) -> None:
     word = f"mark{os.urandom(8).hex()}"
     with lab.box() as first, lab.box() as second:
         first.ask(LEAVE, word, *PLACES)
-        assert first.ask(LOOK, word, *PLACES)["processes"] == 1
-        assert facts(second.ask(LOOK, word, *PLACES)) == CLEAN
+        assert first.ask(LOOK_FOR_MARKS, word, *PLACES)["processes"] == 1
+        assert facts(second.ask(LOOK_FOR_MARKS, word, *PLACES)) == CLEAN
         # Nor do they share a mount that either may write to.
         shared = set(_devices(first)) & set(_devices(second))
         assert not shared, shared

@@ -1,0 +1,76 @@
+"""Files of the kernel, places that may be written, set-uid programs."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from corral.testing.hostile.prelude import PRELUDE, TELL
+from corral.testing.hostile.residue import PLACES
+
+WRITABLE = set(PLACES)
+
+
+KERNEL_FILES = (
+    PRELUDE
+    + r"""
+def read(path):
+    with open(path, "rb", buffering=0) as file:
+        return None if file.read(4) else "nothing"
+def write(path):
+    os.close(os.open(path, os.O_WRONLY))
+def enter(path):
+    return None if os.listdir(path) else "nothing"
+for path in json.loads(sys.argv[1])["read"]:
+    attempt("read " + path, read, path)
+for path in json.loads(sys.argv[1])["write"]:
+    attempt("write " + path, write, path)
+for path in json.loads(sys.argv[1])["enter"]:
+    attempt("enter " + path, enter, path)
+"""
+    + TELL
+)
+
+
+TARGETS = {
+    "read": ["/proc/kcore", "/proc/keys", "/proc/key-users", "/proc/timer_list", "/proc/sched_debug", "/proc/kmsg", "/proc/config.gz",
+             "/proc/latency_stats", "/proc/kpagecount", "/proc/kpageflags", "/proc/vmallocinfo", "/proc/slabinfo", "/proc/mtrr",
+             "/sys/kernel/mm/transparent_hugepage/enabled", "/dev/mem", "/dev/kmsg", "/dev/vda", "/dev/loop0", "/dev/loop-control"],
+    "write": ["/proc/sysrq-trigger", "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/kernel/hostname",
+              "/proc/sys/vm/drop_caches", "/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/ipv4/ip_unprivileged_port_start",
+              "/proc/sys/fs/file-max", "/proc/sys/kernel/shmmax", "/proc/irq/default_smp_affinity",
+              "/sys/kernel/uevent_helper", "/sys/power/state", "/sys/fs/cgroup/cgroup.procs", "/dev/fuse", "/dev/kvm", "/dev/net/tun"],
+    "enter": ["/proc/acpi", "/proc/scsi", "/proc/fs", "/proc/driver", "/sys", "/sys/firmware", "/sys/fs/cgroup", "/sys/kernel/debug"],
+}  # fmt: skip
+
+
+RAISED = (
+    PRELUDE
+    + r"""
+import shutil, subprocess
+def run(path):
+    return str(subprocess.run([path]).returncode)
+def copy_and_run(place):
+    shutil.copy(sys.argv[1], place + "/raised")
+    os.chmod(place + "/raised", 0o6755)
+    assert os.stat(place + "/raised").st_mode & 0o4000
+    return run(place + "/raised")
+attempt("as it is", run, sys.argv[1])
+for place in sys.argv[2:]:
+    attempt(place, copy_and_run, place)
+"""
+    + TELL
+)
+
+
+def who_am_i() -> bytes:
+    """A static program of a few instructions that ends with its effective uid (the low 8 bits): no libc that would drop what set-uid gives."""
+    code = {
+        "x86_64": b"\xb8\x6b\0\0\0\x0f\x05\x89\xc7\xb8\xe7\0\0\0\x0f\x05",  # geteuid; exit_group
+        "aarch64": struct.pack("<4I", 0xD28015E8, 0xD4000001, 0xD2800BC8, 0xD4000001),
+    }[os.uname().machine]
+    machine = {"x86_64": 62, "aarch64": 183}[os.uname().machine]
+    size, base = 64 + 56 + len(code), 0x400000
+    head = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
+    head += struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, base + 120, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    return head + struct.pack("<IIQQQQQQ", 1, 5, 0, base, base, size, size, 0x1000) + code
