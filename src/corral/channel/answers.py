@@ -23,6 +23,8 @@ class ChannelLimits:
     """Bytes of one stream that may be here without having been taken by the consumer."""
     max_buffer: int = 8 * 1024 * 1024
     """Bytes of ours that the guest has not read."""
+    max_resync: int = 64 * 1024 * 1024
+    """Bytes that were meant for an earlier client, over pipes: what 32 execs may have unacknowledged."""
     frames_per_s: float = 10000.0
     """Above this we read more slowly; the guest then has to wait."""
     request_s: float = 15.0

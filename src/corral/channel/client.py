@@ -27,6 +27,8 @@ from corral.channel.answers import (
     check_numbers,
     check_status,
 )
+from corral.channel.flows import Attached, Input
+from corral.channel.pipes import PipeEnds, PipeTransport
 from corral.domain.fence import Fence
 from corral.errors import CorralError
 from corral.guest import protocol
@@ -34,7 +36,6 @@ from corral.guest import protocol
 __all__ = ["ChannelLimits", "Data", "Ended", "ExecFailure", "ExecStatus", "GuestClient", "GuestHello", "KillReport"]
 
 _NAMES: tuple[Stream, ...] = ("stdout", "stderr")
-_MERGE_ABOVE = 512
 _ACK_EVERY = 64 * 1024
 _MAX_INPUTS = 1024
 _TOGETHER = 256 * 1024
@@ -42,73 +43,6 @@ _TOGETHER_MS = 10
 """Output of so few milliseconds is handed out as if it had come at once."""
 _KILL_S = 12.0
 """What the guest itself may need to find that something survives a kill, beyond the grace."""
-
-
-class _Attached:
-    """One exec that is being followed: what came and was not taken yet."""
-
-    def __init__(self, number: int, exec_id: str, streams: dict[Stream, int], offsets: dict[Stream, int]) -> None:
-        self.number = number
-        self.exec_id = exec_id
-        self.streams = streams
-        self.next = dict(offsets)
-        self.taken = dict(offsets)
-        self.acked = dict(offsets)
-        self.queue: deque[tuple[Stream, int, int, bytearray]] = deque()
-        self.news = asyncio.Event()
-        self.ended: ExecStatus | None = None
-        self.leaving = False
-        self.superseded = False
-
-    def add(self, name: Stream, offset: int, t_ms: int, data: bytes, window: int) -> None:
-        if offset != self.next[name]:
-            raise Violation("output at a wrong offset")
-        if self.ended is not None:
-            raise Violation("output after the end")
-        self.next[name] = offset + len(data)
-        if self.leaving:
-            # Sent before the guest knew that nobody wants it; no more than it may have had on the way.
-            if self.next[name] - self.acked[name] > window:
-                raise Violation("more output than the window allows")
-            return
-        if self.next[name] - self.acked[name] > window:
-            raise Violation("more output than the window allows")
-        if self.queue:
-            last_name, _, last_ms, last = self.queue[-1]
-            # Tiny frames are merged so that their number costs no memory.
-            if (
-                last_name == name
-                and (last_ms == t_ms or len(self.queue) >= _MERGE_ABOVE)
-                and len(last) + len(data) <= protocol.MAX_DATA
-            ):
-                last += data
-                self.news.set()
-                return
-        if len(self.queue) >= 4 * _MERGE_ABOVE:
-            raise Violation("more pieces of output than are reasonable")
-        self.queue.append((name, offset, t_ms, bytearray(data)))
-        self.news.set()
-
-
-class _Input:
-    """Standard input of one exec: how much was sent and taken."""
-
-    def __init__(self, offset: int, written: int, open_: bool) -> None:
-        self.sent = offset
-        self.written = written
-        self.open = open_
-        self.lock = asyncio.Lock()
-        self.moved = asyncio.Event()
-
-    def reads(self) -> bool:
-        return self.open
-
-    def take(self, written: int, open_: bool) -> None:
-        if written > self.sent or written < self.written:
-            raise Violation("the program took more input than there was")
-        self.written = written
-        self.open = self.open and open_
-        self.moved.set()
 
 
 class _Wire(asyncio.Protocol):
@@ -144,16 +78,16 @@ class GuestClient:
                 protocol.DATA: protocol.DATA_SIZE + limits.max_frame,
             }
         )
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport | PipeTransport | None = None
         self._greeting: asyncio.Future[dict[str, Any]] | None = None
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._abandoned: set[int] = set()
         self._number = 0
         self._stream_number = 0
-        self._attached: dict[int, _Attached] = {}
-        self._streams: dict[int, tuple[_Attached, Stream]] = {}
-        self._ready: dict[str, _Attached] = {}
-        self._inputs: dict[str, _Input] = {}
+        self._attached: dict[int, Attached] = {}
+        self._streams: dict[int, tuple[Attached, Stream]] = {}
+        self._ready: dict[str, Attached] = {}
+        self._inputs: dict[str, Input] = {}
         self._budget = limits.frames_per_s / 4
         self._budget_at = time.monotonic()
         self._last_seen = time.monotonic()
@@ -163,24 +97,27 @@ class GuestClient:
     @classmethod
     async def connect(
         cls,
-        sock_or_connector: socket.socket | Callable[[], Awaitable[socket.socket]],
+        way: socket.socket | PipeEnds | Callable[[], Awaitable[socket.socket | PipeEnds]],
         *,
         limits: ChannelLimits | None = None,
         role: str = "node",
     ) -> GuestClient:
-        """Say hello over a connected unix stream socket (or what the connector answers); the guest closes older connections."""
+        """Say hello over a connected unix stream socket, over locked pipes, or over what the connector answers; they are ours then.
+
+        The guest closes older connections; over pipes it forgets whoever was there before.
+        """
         self = cls(limits or ChannelLimits())
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.limits.connect_s):
-                if isinstance(sock_or_connector, socket.socket):
-                    sock = sock_or_connector
-                else:
-                    sock = await sock_or_connector()
-                sock.setblocking(False)
+                ends = await way() if callable(way) else way
                 self._greeting = loop.create_future()
-                transport, _ = await loop.create_unix_connection(lambda: _Wire(self), sock=sock)
-                self._transport = transport
+                if isinstance(ends, socket.socket):
+                    ends.setblocking(False)
+                    self._transport, _ = await loop.create_unix_connection(lambda: _Wire(self), sock=ends)
+                else:
+                    self._transport = pipes = PipeTransport(ends, _Wire(self))
+                    await pipes.resync(self.limits.max_resync)
                 hello = {"versions": [protocol.OLDEST, protocol.VERSION], "role": role}
                 self._send(protocol.control(protocol.HELLO, hello))
                 self.hello = check_hello(await self._greeting)
@@ -494,7 +431,7 @@ class GuestClient:
         finally:
             self._leave(attached)
 
-    def _follow(self, exec_id: str, begin: dict[Stream, int]) -> _Attached:
+    def _follow(self, exec_id: str, begin: dict[Stream, int]) -> Attached:
         """Be ready for the output of an exec, under new numbers; an earlier follower is superseded."""
         for other in self._attached.values():
             if other.exec_id == exec_id and other.ended is None:
@@ -502,18 +439,18 @@ class GuestClient:
                 other.news.set()
         self._stream_number += 2
         number = self._stream_number
-        attached = _Attached(number, exec_id, {"stdout": number, "stderr": number + 1}, begin)
+        attached = Attached(number, exec_id, {"stdout": number, "stderr": number + 1}, begin)
         self._attached[number] = attached
         for name, stream in attached.streams.items():
             self._streams[stream] = (attached, name)
         return attached
 
-    def _acknowledge(self, attached: _Attached, name: Stream, least: int) -> None:
+    def _acknowledge(self, attached: Attached, name: Stream, least: int) -> None:
         if attached.taken[name] - attached.acked[name] >= least and self.lost_reason is None:
             self._send(protocol.ack_frame(attached.streams[name], attached.taken[name]))
             attached.acked[name] = attached.taken[name]
 
-    def _leave(self, attached: _Attached) -> None:
+    def _leave(self, attached: Attached) -> None:
         attached.queue.clear()
         if attached.ended is not None or self.lost_reason is not None:
             self._forget(attached)
@@ -528,12 +465,12 @@ class GuestClient:
         except CorralError:
             self._forget(attached)
 
-    def _detached(self, attached: _Attached, answer: asyncio.Future[dict[str, Any]]) -> None:
+    def _detached(self, attached: Attached, answer: asyncio.Future[dict[str, Any]]) -> None:
         if not answer.cancelled():
             answer.exception()
         self._forget(attached)
 
-    def _forget(self, attached: _Attached) -> None:
+    def _forget(self, attached: Attached) -> None:
         self._attached.pop(attached.number, None)
         for number in attached.streams.values():
             self._streams.pop(number, None)
@@ -555,7 +492,7 @@ class GuestClient:
                 return False
             self._forget_inputs()
             taken = self._inputs.setdefault(
-                exec_id, _Input(known.get("received", 0), known.get("written", 0), bool(known.get("open", 0)))
+                exec_id, Input(known.get("received", 0), known.get("written", 0), bool(known.get("open", 0)))
             )
         async with taken.lock:
             if offset is not None:
@@ -572,7 +509,7 @@ class GuestClient:
             for exec_id in [name for name, known in self._inputs.items() if not known.open][: _MAX_INPUTS // 2]:
                 del self._inputs[exec_id]
 
-    async def _feed(self, exec_id: str, taken: _Input, rest: memoryview, eof: bool, fence: Fence) -> bool:
+    async def _feed(self, exec_id: str, taken: Input, rest: memoryview, eof: bool, fence: Fence) -> bool:
         # Several frames are on their way at once, as far as the window allows: a busy machine makes each answer late.
         asked: deque[tuple[int, asyncio.Future[dict[str, Any]]]] = deque()
         whole = False

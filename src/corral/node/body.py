@@ -18,7 +18,7 @@ from corral.channel import GuestClient
 from corral.domain.fence import Fence
 from corral.domain.limits import LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import process, sockets
+from corral.linux import fifos, process, sockets
 from corral.linux.guesttree import Look
 from corral.node.journal import Journal
 from corral.ports.runtime import Instance, InstanceRef, Runtime, Stats
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SOCKET = "s"
 CONNECT_S = 20.0
+DIAL_S = 5.0
 LOSSES = 3
 """Connections that may break within `LOSSES_S` seconds before the guest counts as lost."""
 LOSSES_S = 60.0
@@ -92,8 +93,17 @@ class Body:
         entry = self.journal.instances.get(self.instance_id)
         return entry.floor if entry is not None else Fence(0, 0)
 
-    async def _dial(self) -> socket.socket:
-        return await asyncio.to_thread(sockets.connect, self.ref.directory, SOCKET, timeout_s=5.0)
+    async def _dial(self) -> socket.socket | fifos.Ends:
+        if self.instance.control == "socket":
+            return await asyncio.to_thread(sockets.connect, self.ref.directory, SOCKET, timeout_s=DIAL_S)
+        until = time.monotonic() + DIAL_S
+        while True:
+            try:
+                return fifos.connect(self.ref.directory)
+            except BlockingIOError:  # an owner before us is just ending
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(0.02)
 
     async def _connect(self) -> GuestClient:
         try:
