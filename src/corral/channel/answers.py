@@ -134,7 +134,18 @@ def _text(value: dict[str, Any], name: str, longest: int) -> str:
     text = value.get(name)
     if type(text) is not str or len(text) > longest:
         raise Violation(f"{name} is not a short text")
+    if not _encodable(text):
+        raise Violation(f"{name} is no text")
     return text
+
+
+def _encodable(text: str) -> bool:
+    """Lone surrogates other than those that stand for a byte can be neither stored nor shown."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _truth(value: dict[str, Any], name: str) -> bool:
@@ -158,8 +169,8 @@ def check_hello(value: dict[str, Any]) -> GuestHello:
     if not protocol.OLDEST <= version <= protocol.VERSION:
         raise Violation("a protocol version that was not offered")
     capabilities = _object(value, "capabilities")
-    if len(capabilities) > 32:
-        raise Violation("too many capabilities")
+    if len(capabilities) > 32 or not all(map(_encodable, capabilities)):
+        raise Violation("too many capabilities, or odd ones")
     floor = value.get("floor")
     if type(floor) is not list or len(floor) != 2 or not all(type(n) is int and 0 <= n < _MAX for n in floor):
         raise Violation("floor is not a fence")
@@ -254,8 +265,8 @@ def check_kill(value: dict[str, Any]) -> KillReport:
 
 
 def check_numbers(value: dict[str, Any]) -> dict[str, int]:
-    if len(value) > 32:
-        raise Violation("too many numbers")
+    if len(value) > 32 or not all(map(_encodable, value)):
+        raise Violation("too many numbers, or odd ones")
     return {name[:50]: _number(value, name) for name in value}
 
 

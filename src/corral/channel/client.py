@@ -38,6 +38,8 @@ __all__ = ["ChannelLimits", "Data", "Ended", "ExecFailure", "ExecStatus", "Guest
 _NAMES: tuple[Stream, ...] = ("stdout", "stderr")
 _ACK_EVERY = 64 * 1024
 _MAX_INPUTS = 1024
+_MAX_PENDING = 4096
+"""Questions that a guest may owe an answer to; those that nobody waits for have no time limit of their own."""
 _TOGETHER = 256 * 1024
 _TOGETHER_MS = 10
 """Output of so few milliseconds is handed out as if it had come at once."""
@@ -162,6 +164,7 @@ class GuestClient:
         self._ready.clear()
         for attached in self._attached.values():
             attached.news.set()
+        self._attached.clear()
         for taken in self._inputs.values():
             taken.moved.set()
         self.closed.set()
@@ -269,6 +272,8 @@ class GuestClient:
                 raise Violation("an end before the end of the output")
             attached.ended = told
             attached.news.set()
+            if (taken := self._inputs.get(attached.exec_id)) is not None:
+                taken.close()
         elif event.get("event") == "stdin":
             exec_id = event.get("exec_id")
             taken = self._inputs.get(exec_id) if type(exec_id) is str else None
@@ -288,6 +293,8 @@ class GuestClient:
         payload: bytes | memoryview | None = None,
     ) -> tuple[int, asyncio.Future[dict[str, Any]]]:
         """Send a request; its answer or its error comes through the future."""
+        if len(self._pending) >= _MAX_PENDING:
+            self._lose("the guest answers too little of what it is asked")
         self._number += 1
         number = self._number
         request: dict[str, Any] = {"id": number, "op": operation, **(values or {})}
@@ -374,7 +381,7 @@ class GuestClient:
         except BaseException:
             self._leave(attached)
             raise
-        if answer.get("attached") is True:
+        if answer.get("attached") is True and status["state"] not in ("failed", "unknown"):
             self._ready[exec_id] = attached
         else:  # nothing to follow, a second start, or a guest of an older version
             self._forget(attached)

@@ -71,6 +71,11 @@ class Input:
     def reads(self) -> bool:
         return self.open
 
+    def close(self) -> None:
+        """The program is over: whoever waits for it to read waits no more."""
+        self.open = False
+        self.moved.set()
+
     def take(self, written: int, open_: bool) -> None:
         if written > self.sent or written < self.written:
             raise Violation("the program took more input than there was")

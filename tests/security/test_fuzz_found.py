@@ -1,0 +1,106 @@
+"""What fuzzing has found, each as the smallest conversation that shows it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from corral.channel import ChannelLimits, GuestClient
+from corral.errors import CorralError
+from corral.guest import protocol
+
+from .test_hostile_guest_channel import FENCE, HELLO, Hostile, attached, ending, event, must_be_lost, reply, status
+
+
+class Hearing(Hostile):
+    async def frame(self) -> tuple[int, bytes]:
+        """The next one, whatever it is."""
+        while not self.frames:
+            self.frames += self.decoder.feed(await asyncio.get_running_loop().sock_recv(self.theirs, 65536))
+        return self.frames.pop(0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"code": "not_found", "detail": "\ud800", "field": None},
+        {"code": "not_found", "detail": "", "field": "\udfff\ud800"},
+    ],
+)
+async def test_a_refusal_in_what_is_no_text_is_a_lost_guest(error: dict[str, Any]) -> None:
+    hostile = Hostile()
+    client = await hostile.connect()
+    task = asyncio.create_task(client.exec_status("exe_1"))
+    await hostile.send(reply((await hostile.request())["id"], error=error))
+    await must_be_lost(client, task)
+    hostile.close()
+
+
+@pytest.mark.parametrize("odd", [{"guest": "\ud800"}, {"capabilities": {"\ud800": 1}}])
+async def test_a_hello_in_what_is_no_text_is_a_lost_guest(odd: dict[str, Any]) -> None:
+    hostile = Hostile()
+    task = asyncio.create_task(GuestClient.connect(hostile.ours))
+    await hostile.send(protocol.control(protocol.HELLO, HELLO | odd))
+    with pytest.raises(CorralError) as caught:
+        await asyncio.wait_for(task, 20)
+    assert caught.value.code == "guest_lost"
+    hostile.close()
+
+
+async def test_a_file_name_that_is_not_utf8_is_still_text() -> None:
+    hostile = Hostile()
+    client = await hostile.connect()
+    task = asyncio.create_task(client.exec_status("exe_1"))
+    await hostile.send(
+        reply((await hostile.request())["id"], error={"code": "not_found", "detail": "\udcff", "field": None})
+    )
+    with pytest.raises(CorralError) as caught:
+        await task
+    assert caught.value.code == "not_found"
+    await client.close()
+    hostile.close()
+
+
+async def test_a_program_that_never_ran_has_no_output_whatever_the_guest_says() -> None:
+    hostile = Hostile()
+    client = await hostile.connect()
+    task = asyncio.create_task(client.start_exec({"exec_id": "exe_1", "argv": ["x"]}, fence=FENCE, follow=True))
+    request = await hostile.request()
+    failure = {"what": "argv", "errno": "ENOENT", "message": "no"}
+    failed = status(state="failed", started=False, failure=failure, attached=True)
+    await hostile.send(reply(request["id"], ok=failed))
+    assert (await task)["state"] == "failed"
+    await hostile.send(protocol.data_frame(request["streams"]["stdout"], 0, 0, b"x"))
+    await must_be_lost(client)
+    hostile.close()
+
+
+async def test_whoever_gives_input_waits_no_longer_than_the_program_lives() -> None:
+    """A guest that takes nothing and does not say that the program reads no more."""
+    hostile = Hearing()
+    client = await hostile.connect(ChannelLimits(request_s=60, keepalive_s=60))
+    following, number, _, _ = await attached(hostile, client)
+    giving = asyncio.create_task(client.stdin("exe_1", bytes(2 * protocol.INPUT_WINDOW), fence=FENCE, offset=0))
+    request = await hostile.request()
+    assert request["op"] == "exec.status"
+    await hostile.send(reply(request["id"], ok=status(stdin={"received": 0, "written": 0, "open": 1})))
+    while (await hostile.frame())[0] != protocol.INPUT:
+        pass
+    await hostile.send(event(event="ended", attach=number, status=ending()))
+    await asyncio.wait_for(following, 20)
+    assert await asyncio.wait_for(giving, 20) is False
+    await client.close()
+    hostile.close()
+
+
+async def test_questions_that_nobody_waits_for_do_not_pile_up() -> None:
+    hostile = Hostile()
+    client = await hostile.connect(ChannelLimits(request_s=60, keepalive_s=60))
+    with pytest.raises(CorralError) as caught:
+        for _ in range(10_000):
+            client.forget_exec("exe_1", fence=FENCE)
+    assert caught.value.code == "guest_lost"
+    await must_be_lost(client)
+    hostile.close()
