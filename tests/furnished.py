@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import json
 import os
+import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,3 +64,44 @@ def _build(place: Path) -> None:
 
     asyncio.run(Templates(place, data_file("templates")).ensure("host"))
     ensure_interpreter(place)
+
+
+def polyglot(state: Path, shared: Path) -> None:
+    """Give a state directory the template polyglot, which takes minutes to build: once per machine, then linked once per test run.
+
+    The base lies beside the state directories that use it, so that tests which only read it do not link 50,000 files each.
+    """
+    record = _polyglot(shared)
+    (state / "base").mkdir(parents=True, exist_ok=True)
+    (state / "base" / "polyglot.json").unlink(missing_ok=True)
+    (state / "base" / "polyglot.json").write_text(record)
+    (state / "base" / "polyglot.json").chmod(0o644)
+
+
+def _polyglot(shared: Path) -> str:
+    from corral.config import data_file
+    from corral.node.templates import Templates
+    from corral.node.templates_debian import host_suite
+
+    recipes = Path(data_file("templates"))
+    key = hashlib.sha256((recipes / "polyglot.yaml").read_bytes() + host_suite().encode()).hexdigest()[:24]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = home / "corral" / "templates" / f"{key}-{os.geteuid()}"
+    place = shared / "polyglot"
+
+    def build() -> None:
+        asyncio.run(Templates(cache, recipes).ensure("polyglot", lambda text, _part: print(text, flush=True)))
+        for other in cache.parent.iterdir():
+            old = time.time() - other.stat().st_mtime > 7 * 86400  # another checkout may have another recipe
+            if old and other != cache and other.name.endswith(f"-{os.geteuid()}"):
+                shutil.rmtree(other, ignore_errors=True)
+
+    def link() -> None:
+        once(cache, build)
+        if subprocess.run(["cp", "-al", cache / "base", place / "base"], capture_output=True).returncode != 0:
+            shutil.rmtree(place / "base", ignore_errors=True)  # another file system
+            subprocess.run(["cp", "-a", cache / "base", place / "base"], check=True)
+
+    once(place, link)
+    record = json.loads((place / "base" / "polyglot.json").read_text())
+    return json.dumps(record | {"path": str(place / "base" / Path(record["path"]).name)})
