@@ -29,7 +29,7 @@ from corral.domain.request import (
     RUN_FIELDS,
     SANDBOX_FIELDS,
 )
-from corral.domain.result import NO_OUTCOME, ORDER, TIMINGS
+from corral.domain.result import NO_OUTCOME, ORDER, PHASES, TIMINGS
 from corral.domain.runner import LANGUAGES
 from corral.domain.values import MAX_PATH, MAX_PIDS, MIN_PIDS
 from corral.errors import CODES
@@ -176,13 +176,32 @@ def _schemas() -> Json:
     )
     usage = {each.name: {"type": ["number", "null"]} for each in fields(Usage)}
     limit = _object({"value": {"type": ["number", "null"]}, "mode": LIMIT_MODES, "hit": BOOL, "kill": COUNT}, ("kill",))
+    build = _object(
+        {
+            "exec_id": TEXT,
+            "exit_code": {"type": ["integer", "null"]},
+            "reason": {"enum": REASONS},
+            "running_ms": NULL_COUNT,
+            "stdout_bytes": COUNT,
+            "stderr_bytes": COUNT,
+        }
+    )
     result = _object(
         {
             "exit_code": {"type": ["integer", "null"]},
             "signal": NULL_TEXT,
             "reason": {"enum": REASONS},
             "hint": NULL_TEXT,
+            "phase": {
+                "enum": [*PHASES, None],
+                "description": "`build`: the build of code in a compiled language did not succeed, and what is told is how it "
+                "ended; `run`: the program; null: neither began, or it is not known.",
+            },
             "started": {"type": ["boolean", "null"]},
+            "build": {
+                **_or_null(build),
+                "description": "The build that came before the program; its logs are those of `exec_id`.",
+            },
             "stdout": _ref("Stream"),
             "stderr": _ref("Stream"),
             "timeline": _list(

@@ -227,7 +227,7 @@ def explain(ended: Ended) -> None:
     """Say on stderr what the output cannot say; nothing for an ending that speaks for itself."""
     result = ended.document.get("result") or {}
     reason, hint = result.get("reason"), result.get("hint")
-    if reason in _SPEAKS_FOR_ITSELF and result.get("started") is not False:
+    if reason in _SPEAKS_FOR_ITSELF and result.get("started") is not False and result.get("phase") != "build":
         return
     if ended.following.last.get("stderr", b"\n") != b"\n" and os.isatty(2):
         terminal.say("")

@@ -49,6 +49,10 @@ class Result:
         self.hint: str | None = document["hint"]
         self.started: bool | None = document["started"]
         """None: nobody knows whether the program began."""
+        self.phase: str | None = document.get("phase")
+        """`build` when the build of compiled code did not succeed, else `run`; None when neither began."""
+        self.build: Json | None = document.get("build")
+        """How the build before the program went, if there was one."""
         self.stdout = Output.of(document["stdout"])
         self.stderr = Output.of(document["stderr"])
         self.timeline: list[Json] = document.get("timeline", [])

@@ -52,6 +52,8 @@ NO_OUTCOME = (
 
 MAX_TIMELINE = 10_000
 MAX_FILES = 10_000
+PHASES = ("build", "run")
+"""What a result tells of: the build of code in a compiled language that did not succeed, or the program."""
 TIMINGS = ("queued_ms", "planning_ms", "acquiring_ms", "preparing_ms", "running_ms", "collecting_ms", "total_ms")
 
 _KILLED = {"timeout": 124, "oom": 137, "output_limit": 137, "circuit_breaker": 137, "cancelled": 137}
@@ -415,8 +417,13 @@ def result_document(
     limits: Limits,
     modes: LimitModes,
     timings: Mapping[str, float | None] | None = None,
+    phase: str | None = "run",
+    build: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A result with every field of the contract. `stdout` and `stderr` are `stream_document`s; without one, nothing was kept."""
+    """A result with every field of the contract. `stdout` and `stderr` are `stream_document`s; without one, nothing was kept.
+
+    `phase` is one of `PHASES`, None where neither began; `build` is the `build_document` of a build that came before the program.
+    """
     nothing = StreamFacts()
     known = dict(timings or {})
     if known.get("running_ms") is None:
@@ -426,7 +433,9 @@ def result_document(
         "signal": verdict.signal_name,
         "reason": verdict.reason,
         "hint": verdict.hint,
+        "phase": phase,
         "started": verdict.started,
+        "build": dict(build) if build is not None else None,
         "stdout": dict(stdout) if stdout is not None else stream_document(nothing, b"", b""),
         "stderr": dict(stderr) if stderr is not None else stream_document(nothing, b"", b""),
         "timeline": merge_timeline(timeline),
@@ -459,7 +468,20 @@ def outcomeless_document(
         limits=limits or Limits(),
         modes=modes or LimitModes(),
         timings=timings,
+        phase=None,
     )
+
+
+def build_document(exec_id: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    """`build` of a result, from the stored result of the build: how it went, and whose logs have what the compiler said."""
+    return {
+        "exec_id": exec_id,
+        "exit_code": result["exit_code"],
+        "reason": result["reason"],
+        "running_ms": result["timings"]["running_ms"],
+        "stdout_bytes": result["stdout"]["produced"],
+        "stderr_bytes": result["stderr"]["produced"],
+    }
 
 
 def _milliseconds(value: float | None) -> int | None:

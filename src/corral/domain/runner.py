@@ -1,19 +1,28 @@
 """Runners: how code in a language becomes one or two commands. Data (`runners/*.yaml`), read here without I/O.
 
-A runner with `compile` makes two execs: the compiler's, and only if that exits 0 the program's. They are separate execs, so the
-outcome of one can never be taken for the other's; `compile_hint` is the sentence for the first.
+A runner with `build` makes two execs: the compiler's, and only if that exits 0 the program's. They are separate execs, so the
+outcome of one can never be taken for the other's; `result.phase` says whose it is, and `build_hint` is the sentence for the first.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from corral.domain.limits import Limits
+
 LANGUAGES = ("python", "bash", "javascript", "typescript", "c", "cpp", "go", "java", "rust", "sql", "r")
 """Every language of the contract, whether or not this version has a runner for it."""
 
-DEFAULT_OUT = "/tmp/.corral-program"  # noqa: S108 - a path inside the sandbox, where nobody else is
+ROOT = "/workspace"
+OUT = "/var/tmp/.corral-build"  # noqa: S108 - inside the sandbox, where nobody else is; on its disk, out of the workspace
+BUILD_S = 120.0
+"""What a build may take, whatever the program may: the clock of the caller's code starts with the program."""
+ABOUT = ("how", "files", "offline")
+"""What each runner says of itself for the page of the reference."""
 
 EXTENSIONS: dict[str, str] = {
     ".py": "python",
@@ -51,27 +60,36 @@ SHEBANGS: dict[str, str] = {
     "ts-node": "typescript",
     "tsx": "typescript",
     "Rscript": "r",
+    "sqlite3": "sql",
 }
+
+_PLACE = re.compile(r"\{(file|root|out|memory|cpus)(?::([0-9]{1,2})%)?\}")
 
 
 @dataclass(frozen=True)
 class Runner:
-    """One language. In the commands `{file}` is the path of the code inside and `{out}` the path of the compiled program."""
+    """One language. Places in the words of its commands and in its environment:
+
+    `{file}` the path of the code inside, `{root}` the directory whose files belong to the program (both only as whole words),
+    `{out}` a directory for what the build makes (the build makes it), `{memory}` the limit in bytes, `{memory:85%}` that part of
+    it, `{cpus}` the limit of CPUs, rounded up.
+    """
 
     language: str
     file_name: str
     run: tuple[str, ...]
-    compile: tuple[str, ...] | None = None
+    build: tuple[str, ...] | None = None
     tools: tuple[str, ...] = ()
     """Programs that the template must have on PATH."""
     extensions: tuple[str, ...] = ()
     shebangs: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, doc: Mapping[str, Any]) -> Runner:
         """A runner of its YAML document; ValueError names the member that is wrong."""
-        known = {"language", "file_name", "run", "compile", "tools", "extensions", "shebangs", "env"}
+        known = {"language", "file_name", "run", "build", "tools", "extensions", "shebangs", "env", "about"}
         if not isinstance(doc, Mapping):
             raise ValueError("a runner is a mapping")
         if unknown := sorted(str(key) for key in doc if key not in known):
@@ -82,22 +100,40 @@ class Runner:
         file_name = _text(doc, "file_name")
         if "/" in file_name or file_name in (".", ".."):
             raise ValueError(f"runner {language}: file_name must be a plain name")
-        run = _words(doc, "run")
+        run, build, env = _words(doc, "run"), _words(doc, "build"), _names(doc, "env")
         if not run:
             raise ValueError(f"runner {language}: run must name a program")
-        env = doc.get("env") or {}
-        if not isinstance(env, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in env.items()):
-            raise ValueError(f"runner {language}: env must map names to text")
+        for word in (*run, *build, *env.values()):
+            for place in _PLACE.finditer(word):
+                name, part = place.groups()
+                if name in ("file", "root") and place.group() != word:
+                    # Such a path is the caller's: inside a script it would be code.
+                    raise ValueError(f"runner {language}: {{{name}}} must be a word of its own")
+                if part is not None and name != "memory":
+                    raise ValueError(f"runner {language}: only memory has parts, not {place.group()}")
+        about = _names(doc, "about")
+        if about and set(about) != set(ABOUT):
+            raise ValueError(f"runner {language}: about must say {', '.join(ABOUT)}")
         return cls(
             language=language,
             file_name=file_name,
             run=run,
-            compile=_words(doc, "compile") or None,
+            build=build or None,
             tools=_words(doc, "tools"),
             extensions=_words(doc, "extensions"),
             shebangs=_words(doc, "shebangs"),
-            env=dict(env),
+            env=env,
+            about=about,
         )
+
+
+@dataclass(frozen=True)
+class Commands:
+    """The argv of the build (or None) and of the program, and the runner's environment for both."""
+
+    build: tuple[str, ...] | None
+    run: tuple[str, ...]
+    env: dict[str, str]
 
 
 def _text(doc: Mapping[str, Any], name: str) -> str:
@@ -116,22 +152,44 @@ def _words(doc: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _names(doc: Mapping[str, Any], name: str) -> dict[str, str]:
+    value = doc.get(name) or {}
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
+        raise ValueError(f"runner: {name} must map names to text")
+    return dict(value)
+
+
 def commands(
-    runner: Runner, path: str, args: Sequence[str] = (), *, out: str = DEFAULT_OUT
-) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """(argv of the compiler or None, argv of the program) for code at `path` inside; `args` go to the program only."""
+    runner: Runner, path: str, args: Sequence[str], limits: Limits, *, root: str = ROOT, out: str = OUT
+) -> Commands:
+    """What to start for code at `path` inside, under `limits`; `args` go to the program only, as they are."""
+
+    def value(place: re.Match[str]) -> str:
+        name, part = place.groups()
+        if name == "memory":
+            return str(limits.memory_bytes * int(part or 100) // 100)
+        return {"file": path, "root": root, "out": out, "cpus": str(max(1, math.ceil(limits.cpu)))}[str(name)]
 
     def filled(words: tuple[str, ...]) -> tuple[str, ...]:
-        # Whole words only: a path that happens to hold "{out}" is never expanded again.
-        return tuple({"{file}": path, "{out}": out}.get(word, word) for word in words)
+        # One pass: a path that happens to hold "{out}" is never expanded again.
+        return tuple(_PLACE.sub(value, word) for word in words)
 
-    return filled(runner.compile) if runner.compile else None, filled(runner.run) + tuple(args)
+    return Commands(
+        filled(runner.build) if runner.build else None,
+        filled(runner.run) + tuple(args),
+        {name: _PLACE.sub(value, text) for name, text in runner.env.items()},
+    )
 
 
-def compile_hint(runner: Runner, hint: str | None) -> str:
-    """The hint of a result whose compile step failed, so that it reads differently from a failed program."""
-    sentence = f"the {runner.language} code did not compile, so the program never started; the compiler's messages are in stderr"
-    return f"{sentence}; {hint}" if hint else sentence
+def build_hint(language: str, reason: str, exit_code: int | None, hint: str | None) -> str:
+    """The hint of a result whose build did not succeed, so that it reads differently from a failed program."""
+    if reason not in ("nonzero_exit", "signal"):
+        return f"in the build of the {language} code, before the program was started: {hint}"
+    odd = reason == "signal" or (exit_code or 0) >= 126  # the compiler did not simply find fault with the code
+    return (
+        f"the build failed{f' ({hint})' if odd else ''}: the {language} code did not compile, so the program was never started; "
+        "the compiler's messages are in stderr"
+    )
 
 
 def language_by_extension(file_name: str) -> str | None:

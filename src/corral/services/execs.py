@@ -73,6 +73,12 @@ class Stopwatch:
         self.spent[self._phase] = self.spent.get(self._phase, 0.0) + (now - self._since) * 1000
         self._since, self._phase = now, phase
 
+    def prepared(self) -> None:
+        """What has run up to now was no program yet: it counts as preparing."""
+        self.switch("preparing")
+        for phase in ("running", "collecting"):
+            self.spent["preparing"] += self.spent.pop(phase, 0.0)
+
     def timings(self) -> dict[str, float | None]:
         """`queued_ms` … `total_ms`; phases that were never entered are 0."""
         self.switch(self._phase)
@@ -94,9 +100,17 @@ class Outcome:
     """When this process saw it started; None: it did not, or the row says."""
 
     def document(
-        self, limits: Limits, modes: LimitModes, timings: Mapping[str, float | None], url: str, hint: str | None = None
+        self,
+        limits: Limits,
+        modes: LimitModes,
+        timings: Mapping[str, float | None],
+        url: str,
+        hint: str | None = None,
+        *,
+        phase: str | None = "run",
+        build: Json | None = None,
     ) -> Json:
-        """The result as stored. `url` is the prefix of artifacts; `hint` replaces the verdict's."""
+        """The result as stored. `url` is the prefix of artifacts; `hint` replaces the verdict's; `build` came before."""
         verdict = self.verdict if hint is None else replace(self.verdict, hint=hint)
         if self.collected is not None and not self.collected.complete:
             more = "not all files could be read, so the list of changes is not complete"
@@ -124,6 +138,8 @@ class Outcome:
             limits=limits,
             modes=modes,
             timings=known,
+            phase=phase,
+            build=build,
         )
 
 

@@ -19,9 +19,9 @@ from corral.domain.limits import LimitModes, Limits
 from corral.domain.plan import plan_by_rules
 from corral.domain.records import AuditRecord, ExecRecord, Idempotency, RunRecord, SandboxView
 from corral.domain.request import RunRequest, parse_run
-from corral.domain.result import outcomeless_document, stream_document
+from corral.domain.result import build_document, outcomeless_document, stream_document
 from corral.domain.run import OPEN
-from corral.domain.runner import Runner, commands, compile_hint
+from corral.domain.runner import build_hint
 from corral.errors import CorralError
 from corral.ports.node import ExecSpec, Node
 from corral.services.control import Core
@@ -36,6 +36,7 @@ from corral.services.execs import (
     file_blocks,
     instance_of,
 )
+from corral.services.languages import Languages, build_limits
 from corral.services.lifecycle import Lifecycle, Wanted
 
 Json = dict[str, Any]
@@ -88,6 +89,7 @@ class Executor:
         self._core = core
         self._lifecycle = lifecycle
         self._execs = execs
+        self._languages = Languages(core)
         self._flights: dict[str, _Flight] = {}
 
     # -- calls -----------------------------------------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ class Executor:
         core = self._core
         core.check_open()
         request = parse_run(document, core.host)
-        self._runner(request)
+        self._languages.runner(request.language)
         await self._lifecycle.choose(request.placement, core.policy.isolation_floor, core.policy.require_enforced)
         run = RunRecord(
             run_id=core.id("run"),
@@ -302,9 +304,9 @@ class Executor:
         watch.switch("acquiring")
         run = await self._place(flight, request, guard)
         place = run.decisions["placement"]
-        await self._check_tools(request, guard["template"])
+        await self._languages.check_tools(request.language, guard["template"])
         assert run.sandbox_id is not None
-        wall_s = limits.wall_s * (2 if self._compiles(request) else 1)
+        wall_s = limits.wall_s + (build_limits(limits).wall_s if self._languages.builds(request) else 0.0)
         ttl_s = guard["ttl_s"] if request.keep else wall_s + GRACE_S
         wanted = Wanted(
             sandbox_id=run.sandbox_id,
@@ -333,13 +335,18 @@ class Executor:
             run = await self._update(flight, {"lease_version": fence.token, "incarnation": fence.incarnation})
             await self._race(flight, self._put_files(view, request))
 
-        # 7, 8: the compiler, if there is one, and the program
-        result: Json = {}
-        for step, argv, env in self._steps(request):
-            result = await self._step(flight, request, view, step, argv, env, rows.get(step), watch)
+        # 7, 8: the build, if there is one, and the program
+        steps = self._languages.steps(request, limits)
+        built: Json | None = None
+        if steps.build is not None:
+            row = rows.get("build")
+            made, result = await self._step(flight, request, view, "build", steps.build, steps.env, row, watch)
             if result["reason"] != "ok":
-                break
-            watch.switch("preparing")
+                return result
+            built = build_document(made, result)
+            watch.prepared()
+        row = rows.get("program")
+        _, result = await self._step(flight, request, view, "program", steps.run, steps.env, row, watch, built)
         return result
 
     async def _plan(self, flight: _Flight, request: RunRequest) -> RunRecord:
@@ -380,23 +387,11 @@ class Executor:
         _, flight.modes = read_limits({"values": guard["limits"], **placed})
         return run
 
-    async def _check_tools(self, request: RunRequest, template: str) -> None:
-        """A template that lacks the language is known before anything is started."""
-        if request.language is None:
-            return
-        for known in await self._core.node.templates():
-            if known["name"] == template and request.language not in known["languages"]:
-                raise CorralError(
-                    "missing_tool",
-                    f"the template {template} has no {request.language}",
-                    hint="use a template that has it" + (f": {known['reason']}" if known.get("reason") else ""),
-                )
-
     async def _put_files(self, view: SandboxView, request: RunRequest) -> None:
         """Step 6. Safe to repeat: nothing of the caller's has run yet."""
         files = [(f.path, f.mode, f.content) for f in request.files]
         if request.code is not None:
-            files.append((self._code_path(request), 0o644, request.code.encode("utf-8", "surrogateescape")))
+            files.append((self._languages.code_path(request), 0o644, request.code.encode("utf-8", "surrogateescape")))
         node, instance_id = self._core.node, instance_of(view)
         if files:
             await node.put_files(instance_id, fence_of(view), files)
@@ -411,16 +406,21 @@ class Executor:
         env: dict[str, str],
         record: ExecRecord | None,
         watch: Stopwatch,
-    ) -> Json:
-        """One exec of the run, row first, then the frame; -> its result, which is the run's if it is the last one."""
+        built: Json | None = None,
+    ) -> tuple[str, Json]:
+        """One exec of the run, row first, then the frame; -> its id and its result, which is the run's if it is the last one.
+
+        `built`: what the result of the program says of the build before it.
+        """
         core, run = self._core, flight.run
         assert flight.limits is not None
+        limits = build_limits(flight.limits) if step == "build" else flight.limits
         modes = flight.modes or LimitModes()
         after: SandboxView | None = None
         if record is not None and record.result is not None:
             if step == "program" or record.result["reason"] != "ok":
                 await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
-            return record.result
+            return record.exec_id, record.result
         if record is None:
             self._check(flight)
             record = ExecRecord(
@@ -441,7 +441,7 @@ class Executor:
             cwd=request.cwd or "/workspace",
             user=request.user,
             stdin=request.stdin if step == "program" else None,
-            limits=flight.limits,
+            limits=limits,
             background="keep" if request.keep and step == "program" else "kill",
         )
         changes: Json = {"state": "running"}
@@ -463,18 +463,18 @@ class Executor:
             mark=request.keep,
         )
         faults.point("run.exec.after")
-        hint = None
-        if step == "compile" and outcome.verdict.reason == "nonzero_exit":
-            runner = self._runner(request)
-            assert runner is not None
-            hint = compile_hint(runner, outcome.verdict.hint)
+        verdict, hint, phase = outcome.verdict, None, "run"
+        if step == "build":
+            phase = "build"
+            if verdict.reason != "ok":
+                hint = build_hint(str(request.language), verdict.reason, verdict.exit_code, verdict.hint)
         url = f"/v1/runs/{run.run_id}/artifacts/"
-        result = outcome.document(flight.limits, modes, watch.timings(), url, hint)
+        result = outcome.document(limits, modes, watch.timings(), url, hint, phase=phase, build=built)
         if step == "program" or result["reason"] != "ok":
             await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
             core.wakes.ring(run.run_id, flight.run)
         await self._lifecycle.exec_ended(record, outcome, result, after)
-        return result
+        return record.exec_id, result
 
     async def _finish(self, flight: _Flight, result: Json) -> None:
         """Step 9."""
@@ -508,40 +508,6 @@ class Executor:
             self._core.spawn(self._lifecycle.destroy(run.sandbox_id, "run_finished"), f"{run.run_id} settle", last=True)
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
-    def _runner(self, request: RunRequest) -> Runner | None:
-        if request.language is None:
-            return None
-        runner = self._core.runners.get(request.language)
-        if runner is None:
-            raise CorralError(
-                "not_supported_yet",
-                f"this version has no runner for {request.language}",
-                hint=f"use one of {', '.join(sorted(self._core.runners))}, or a command",
-                field="/language",
-            )
-        return runner
-
-    def _compiles(self, request: RunRequest) -> bool:
-        runner = self._runner(request)
-        return runner is not None and runner.compile is not None
-
-    def _code_path(self, request: RunRequest) -> str:
-        runner = self._runner(request)
-        assert runner is not None
-        return request.code_path or runner.file_name
-
-    def _steps(self, request: RunRequest) -> list[tuple[str, tuple[str, ...], dict[str, str]]]:
-        """(step, argv, environment of the runner) in order; the last is `program`."""
-        if request.command is not None:
-            return [("program", request.command, {})]
-        if request.shell is not None:
-            return [("program", ("/bin/sh", "-c", request.shell), {})]
-        runner = self._runner(request)
-        assert runner is not None
-        compiler, program = commands(runner, f"/workspace/{self._code_path(request)}", request.args)
-        first = [("compile", compiler, dict(runner.env))] if compiler is not None else []
-        return [*first, ("program", program, dict(runner.env))]
-
     async def _rows(self, run: RunRecord) -> list[ExecRecord]:
         if run.sandbox_id is None:
             return []

@@ -16,7 +16,7 @@ from corral.domain.limits import Limits
 from corral.domain.plan import plan_by_rules
 from corral.domain.records import AuditRecord, EventRecord, ExecRecord, Idempotency, SandboxView
 from corral.domain.request import ExecRequest, parse_exec, parse_sandbox
-from corral.domain.runner import Runner, commands
+from corral.domain.runner import build_hint
 from corral.errors import CorralError
 from corral.ports.node import ExecSpec
 from corral.services.control import Core
@@ -24,6 +24,7 @@ from corral.services.documents import read_limits
 from corral.services.events import Caller, StreamEvent
 from corral.services.execs import Execs, Stopwatch, artifact_named, environment, fence_of, file_blocks, instance_of
 from corral.services.executor import ended_document
+from corral.services.languages import Languages
 from corral.services.lifecycle import ENDING, Lifecycle, Wanted, gone
 
 Json = dict[str, Any]
@@ -47,6 +48,7 @@ class Sandboxes:
         self._core = core
         self._lifecycle = lifecycle
         self._execs = execs
+        self._languages = Languages(core)
         self._driven: dict[str, asyncio.Task[None]] = {}
 
     # -- sandboxes -------------------------------------------------------------------------------------------------------------
@@ -169,8 +171,9 @@ class Sandboxes:
         core = self._core
         core.check_open()
         request = parse_exec(document, core.host)
-        self._runner(request)
+        self._languages.runner(request.language)
         view = await self._alive(caller, sandbox_id, lease, latest=lease is None)
+        await self._languages.check_tools(request.language, view.sandbox.template_id)
         sandbox_limits, _ = read_limits(view.sandbox.limits)
         check_user(core.policy, view.sandbox.template_id, request.user)
         limits = exec_limits(
@@ -225,11 +228,11 @@ class Sandboxes:
         url = f"/v1/execs/{record.exec_id}/artifacts/"
         if request.code is not None and record.state == "starting":
             try:
-                file = (_code_path(self._runner(request), record.exec_id), 0o644, _bytes(request.code))
+                file = (self._languages.exec_code_path(request.language, record.exec_id), 0o644, _bytes(request.code))
                 await core.node.put_files(instance_id, fence_of(view), [file])
             except CorralError as error:
                 core.log(f"{record.exec_id}: {error}")  # the exec then says itself what is wrong
-        argv, env = self._command(request, record.exec_id)
+        argv, env, built = self._languages.exec_command(request, record.exec_id, limits)
         spec = ExecSpec(
             exec_id=record.exec_id,
             argv=argv,
@@ -252,7 +255,12 @@ class Sandboxes:
             watch=watch,
             mark=True,
         )
-        result = outcome.document(limits, modes, watch.timings(), url)
+        hint = None
+        verdict = outcome.verdict
+        phase = await self._phase(instance_id, built, verdict.reason)
+        if phase == "build":
+            hint = build_hint(str(request.language), verdict.reason, verdict.exit_code, verdict.hint)
+        result = outcome.document(limits, modes, watch.timings(), url, hint, phase=phase)
         await self._lifecycle.exec_ended(record, outcome, result, known)
         core.watchers.forget(record.exec_id)
 
@@ -427,40 +435,21 @@ class Sandboxes:
             raise await self.met(error, sandbox_id) from error
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
-    def _runner(self, request: ExecRequest) -> Runner | None:
-        if request.language is None:
-            return None
-        runner = self._core.runners.get(request.language)
-        if runner is None or runner.compile is not None:
-            raise CorralError(
-                "not_supported_yet",
-                f"this version cannot take {request.language} code in an exec",
-                hint="use corral run, or put the file there and run its compiler",
-                field="/language",
-            )
-        return runner
-
-    def _command(self, request: ExecRequest, exec_id: str) -> tuple[tuple[str, ...], dict[str, str]]:
-        """(argv, environment of the runner)."""
-        if request.argv is not None:
-            return request.argv, {}
-        if request.shell is not None:
-            return ("/bin/sh", "-c", request.shell), {}
-        runner = self._runner(request)
-        assert runner is not None
-        _, program = commands(runner, f"/workspace/{_code_path(runner, exec_id)}", request.args)
-        return program, dict(runner.env)
+    async def _phase(self, instance_id: str, built: str | None, reason: str) -> str | None:
+        """Whether an exec that ended for `reason` was still building; None when nobody can look any more."""
+        if built is None or reason == "ok":
+            return "run"
+        try:
+            await self._core.node.stat_file(instance_id, built)
+        except CorralError as error:
+            there = reason not in ("sandbox_lost", "sandbox_deleted", "lease_lost")
+            return "build" if error.code == "not_found" and there else None
+        return "run"
 
 
 def _ttl_ms(view: SandboxView) -> int:
     """How long a lease of the sandbox is renewed for."""
     return max(1000, view.sandbox.expires_at - view.sandbox.created_at)
-
-
-def _code_path(runner: Runner | None, exec_id: str) -> str:
-    """Where the code of an exec lies: never over a file of the caller's."""
-    assert runner is not None
-    return f".corral-exec/{exec_id}/{runner.file_name}"
 
 
 def _bytes(text: str) -> bytes:

@@ -196,7 +196,7 @@ def test_a_result_has_every_field_of_the_contract():
     facts = ExecFacts(started=True, exit_code=0, running_ms=12, usage=Usage(peak_pids=2))
     made = result_document(judge(facts, LIMITS, MODES), facts, limits=LIMITS, modes=MODES, timings={"total_ms": 20.4})
     assert set(made) == {
-        "exit_code", "signal", "reason", "hint", "started", "stdout", "stderr", "timeline", "files", "files_truncated", "artifacts",
+        "exit_code", "signal", "reason", "hint", "phase", "started", "build", "stdout", "stderr", "timeline", "files", "files_truncated", "artifacts",
         "usage", "limits", "timings",
     }  # fmt: skip
     assert set(made["usage"]) == {

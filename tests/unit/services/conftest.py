@@ -29,8 +29,8 @@ from .fake_node import FakeNode
 
 RUNNERS = {
     "python": Runner("python", "main.py", ("print", "ran", "{file}")),
-    "c": Runner("c", "main.c", ("print", "program"), compile=("exit", "1")),
-    "javascript": Runner("javascript", "main.js", ("print", "program"), compile=("exit", "0")),
+    "c": Runner("c", "main.c", ("print", "program"), build=("exit", "1"), tools=("cc",)),
+    "javascript": Runner("javascript", "main.js", ("print", "program"), build=("exit", "0")),
 }
 
 
