@@ -21,6 +21,8 @@ from pathlib import Path
 # program -> package of Debian and Ubuntu, what cannot be shown without it
 SYSTEM = {
     "crun": ("crun", "the runtime crun"),
+    "runc": ("runc", "the runtime runc"),
+    "runsc": ("runsc", "the runtime runsc (gVisor)"),
     "bwrap": ("bubblewrap", "bubblewrap as the system packages it"),
     "newuidmap": ("uidmap", "two uids inside for an ordinary user"),
     "mmdebstrap": ("mmdebstrap", "root file systems of the operator"),

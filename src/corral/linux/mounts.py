@@ -180,6 +180,14 @@ def make_shared(path: str, *, recursive: bool = False) -> None:
     _propagation(path, _MS_SHARED, recursive)
 
 
+def make_read_only(path: str) -> None:
+    """Let nobody write through the mount at `path` from this mount namespace; its other mounts stay as they are."""
+    attributes = _MountAttr(_ATTR_RDONLY, 0, 0, 0)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    if _syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(path), 0, ctypes.byref(attributes), size) < 0:
+        raise _fail("mount_setattr", path)
+
+
 def in_own_namespace(work: Callable[[], T]) -> T:
     """Run `work` in a thread with a mount namespace of its own, a slave of ours; what it mounts or takes away only it sees.
 

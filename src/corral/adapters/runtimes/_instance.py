@@ -139,10 +139,16 @@ class Launcher:
         files: dict[int, str],
         limits: Limits,
         leave: str = "",
+        read_only: tuple[str, ...] = (),
         file_blocks: int = 0,
         tools: str | None = None,
     ) -> None:
-        """`log` and `files` (descriptor -> path) are opened at the `go`, in the view. `tools` is the host's directory of them."""
+        """`log` and `files` (descriptor -> path) are opened at the `go`, in the view. `tools` is the host's directory of them.
+
+        For root only: `leave` is a mount that the program does not see, `read_only` are mounts that it may not write to.
+        """
+        if read_only:  # as the host sees them, where they can be written
+            groups = tuple(f"/proc/{os.getpid()}/root{path}" for path in groups)
         words = ["/bin/sh", "-c", _SCRIPT, "sh", str(open_files(limits)), str(file_blocks), log, leave]
         words += [str(len(groups)), *groups, *(files.get(fd, "") for fd in (EXEC_FILTER_FD, STATUS_FD, FILTER_FD))]
         words += command
@@ -162,7 +168,7 @@ class Launcher:
                     start_new_session=True,
                 )
 
-            self._process = _in_view(place_of(directory), tools, start) if os.geteuid() == 0 else start()
+            self._process = _in_view(place_of(directory), tools, read_only, start) if os.geteuid() == 0 else start()
         finally:
             os.close(lock)
         found = process.ref_of(self._process.pid)
@@ -192,12 +198,14 @@ class Launcher:
         self._process.wait()
 
 
-def _in_view(place: str, tools: str | None, start: Any) -> Any:
+def _in_view(place: str, tools: str | None, read_only: tuple[str, ...], start: Any) -> Any:
     def work() -> Any:
-        for target, source, read_only in ((VIEW, place, False), (TOOLS_VIEW, tools, True)):
+        for point in read_only:
+            mounts.make_read_only(point)
+        for target, source, closed in ((VIEW, place, False), (TOOLS_VIEW, tools, True)):
             if source is not None:
                 userns.make_run_directory(target)
-                mounts.bind(source, target, read_only=read_only, recursive=True, private=False)
+                mounts.bind(source, target, read_only=closed, recursive=True, private=False)
         return start()
 
     return mounts.in_own_namespace(work)

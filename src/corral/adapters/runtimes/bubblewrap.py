@@ -27,6 +27,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from corral import faults
 from corral.adapters.runtimes import _bwrap as bwrap
@@ -481,7 +482,7 @@ class BubblewrapRuntime:
         for uids in ("two", "one") if root else ("user",):
             way = _Way(uids, image, 0.0)
             try:
-                way = replace(way, start_ms=self._try(way))
+                _, way = _probe.fastest(partial(self._try, way))
             except (OSError, subprocess.SubprocessError, CorralError) as error:
                 failures.append(f"{uids}: {error.detail if isinstance(error, CorralError) else error}")
                 continue
@@ -491,15 +492,16 @@ class BubblewrapRuntime:
             return way
         raise CorralError("runtime_unavailable", f"no sandbox can be started: {'; '.join(failures)}")
 
-    def _try(self, way: _Way) -> float:
-        """Start the smallest program there is with everything on; -> how long that took."""
+    def _try(self, way: _Way) -> tuple[float, _Way]:
+        """Start the smallest program there is with everything on; -> how many milliseconds that took, also as part of the way."""
         with _probe.spec(self._state_dir, self._installation) as spec:
             ref = self.partial_ref(spec.directory, spec.instance_id)
             try:
                 began = time.monotonic()
                 with socket.socket(socket.AF_UNIX) as control:
                     ref = self._make(spec, control, way, _PROBE_S).ref
-                return (time.monotonic() - began) * 1000
+                took = (time.monotonic() - began) * 1000
+                return took, replace(way, start_ms=took)
             finally:
                 evidence = self._destroy(ref)
                 if not evidence.clean:

@@ -71,9 +71,11 @@ def configuration(
     filter_fd: int | None,
     seccomp: dict[str, Any] | None,
     annotations: dict[str, str] | None = None,
+    modes_from_below: bool = False,
 ) -> dict[str, Any]:
     """The whole `config.json`. `view` holds `root`, `disk` and `corral` (the interpreter) where the runtime sees them; `base_uid` is the first host id of the user namespace, None for none (then one id inside).
-    `filter_fd` is where the guest finds the filter for its execs; `seccomp` is the filter around both, None for none."""
+    `filter_fd` is where the guest finds the filter for its execs; `seccomp` is the filter around both, None for none.
+    `modes_from_below` is for programs that give a tmpfs the mode of the directory that it covers."""
     one_uid = base_uid is None
     capabilities = ["CAP_KILL"] if one_uid else list(GUEST_CAPABILITIES)
     linux: dict[str, Any] = {
@@ -121,16 +123,16 @@ def configuration(
                 {"type": "RLIMIT_CORE", "hard": 0, "soft": 0},
             ],
         },
-        "mounts": _mounts(spec, view),
+        "mounts": _mounts(spec, view, modes_from_below),
         "linux": linux,
         "annotations": annotations or {},
     }
 
 
-def _mounts(spec: InstanceSpec, view: str) -> list[dict[str, Any]]:
+def _mounts(spec: InstanceSpec, view: str, modes_from_below: bool) -> list[dict[str, Any]]:
     sizes = TmpfsSizes.of(spec.limits)
     owner = (f"uid={SANDBOX_UID}", f"gid={SANDBOX_UID}")
-    return [
+    mounts = [
         _mount("proc", "/proc", "proc", "nosuid", "noexec", "nodev"),
         _tmpfs("/dev", 64 * KIB, 64, "noexec", mode="755"),
         _mount(
@@ -154,6 +156,12 @@ def _mounts(spec: InstanceSpec, view: str) -> list[dict[str, Any]]:
         _bind(f"{view}/disk/home", "/home/sandbox", "rw"),
         _bind(f"{view}/disk/var_tmp", "/var/tmp", "rw"),  # noqa: S108
     ]
+    if modes_from_below:
+        # What the base has at these three places is not ours to say; the others are made by the program, on a tmpfs of ours.
+        places = {"/dev": f"{view}/corral", "/run": f"{view}/corral", "/tmp": f"{view}/disk/var_tmp"}  # noqa: S108
+        below = {place: _bind(source, place, "ro") for place, source in places.items()}
+        return [part for one in mounts for part in (below.get(one["destination"]), one) if part is not None]
+    return mounts
 
 
 def _mount(kind: str, target: str, source: str, *options: str) -> dict[str, Any]:
