@@ -30,6 +30,8 @@ SLOW = {
 ALL = [pytest.param(name, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, _ in checks.CHECKS]
 BUBBLEWRAP = "corral.adapters.runtimes.bubblewrap:BubblewrapRuntime"
 CRUN = "corral.adapters.runtimes.crun:CrunRuntime"
+RUNC = "corral.adapters.runtimes.runc:RuncRuntime"
+RUNSC = "corral.adapters.runtimes.runsc:RunscRuntime"
 FAKE = "corral.adapters.runtimes.fake:FakeRuntime"
 USER = 54321
 AS_USER: dict[str, Any] = {"user": USER, "group": USER, "extra_groups": []}
@@ -112,6 +114,14 @@ class TestAsRoot:
     @pytest.mark.parametrize("check", ALL)
     def test_crun(self, check: str, state: Path, rootfs: str, interpreter: str) -> None:
         run(check, config_of(CRUN, state, rootfs, interpreter))
+
+    @pytest.mark.parametrize("check", ALL)
+    def test_runc(self, check: str, state: Path, rootfs: str, interpreter: str) -> None:
+        run(check, config_of(RUNC, state, rootfs, interpreter))
+
+    @pytest.mark.parametrize("check", ALL)
+    def test_runsc(self, check: str, state: Path, rootfs: str, interpreter: str) -> None:
+        run(check, config_of(RUNSC, state, rootfs, interpreter))
 
 
 class TestAsOrdinaryUser:

@@ -97,6 +97,47 @@ def prepare_directory(place: str, uid: int, gid: int) -> HostTree:
     return HostTree(point, uid, gid, "directory")
 
 
+def restore(directory: str, place: str, image: str, *, idmap: Callable[[], int]) -> HostTree:
+    """Make and mount a copy of a disk that was detached (`detach`) with all its content and its limits. `idmap` as in `prepare`."""
+    copy, point = f"{directory}/disk.img", f"{place}/disk"
+    os.makedirs(point, exist_ok=True)
+    os.chmod(point, _SEARCHABLE)
+    _copy_image(image, copy)
+    faults.point("runtime.create.image")
+    mount = _mount_image(copy)
+    try:
+        mounts.set_idmap(mount, idmap())
+        mounts.attach(mount, point)
+    finally:
+        os.close(mount)
+    faults.point("runtime.create.disk")
+    seen = os.stat(f"{point}/workspace")
+    return HostTree(point, seen.st_uid, seen.st_gid, "image")
+
+
+def detach(directory: str, place: str, *, timeout_s: float = 5.0) -> list[str]:
+    """Take the disk off, written out whole; -> what still uses it. Every process of the instance must be dead."""
+    image, point = f"{directory}/disk.img", f"{place}/disk"
+    end = time.monotonic() + timeout_s
+    while points := mounts.umount_below(point):
+        if time.monotonic() > end:
+            return points
+        time.sleep(0.005)
+    remove_tree(point)  # see `discard`
+    return [f"{device} (somebody has files of it open)" for device in _await_loops(image)]
+
+
+def move(image: str, target: str) -> None:
+    """Give a detached disk to somebody else, by another name."""
+    try:
+        os.rename(image, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _copy_image(image, target)
+        os.unlink(image)
+
+
 def free(place: str) -> tuple[int, int]:
     """(bytes, inodes) that can still be used."""
     numbers = os.statvfs(f"{place}/disk")
@@ -191,13 +232,25 @@ def _make_image(image: str, size_bytes: int, inodes: int, blanks: str | None) ->
         if blank is not None:
             _keep_blank(source, blank)
     try:
-        fd = os.open(image, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            _copy_sparse(source, fd, size)
-        finally:
-            os.close(fd)
+        _write_image(source, image, size)
     finally:
         os.close(source)
+
+
+def _copy_image(source: str, target: str) -> None:
+    fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _write_image(fd, target, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+
+
+def _write_image(source: int, image: str, size: int) -> None:
+    fd = os.open(image, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        _copy_sparse(source, fd, size)
+    finally:
+        os.close(fd)
 
 
 def _new_image(size: int, inodes: int, size_bytes: int) -> int:

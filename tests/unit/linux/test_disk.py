@@ -261,3 +261,65 @@ def test_a_hostile_tree_is_removed_and_what_it_points_to_is_not(tmp_path: Path) 
     assert not tree.exists()
     assert (outside / "file").exists()
     disk.remove_tree(str(tree))
+
+
+@pytest.mark.root
+@needs_root
+class TestCopies:
+    """A disk with what is on it, given away and made anew for others."""
+
+    @pytest.fixture
+    def namespace(self) -> Iterator[int]:
+        made = userns.create(BASE)
+        try:
+            yield made
+        finally:
+            os.close(made)
+
+    def test_each_copy_has_content_owners_and_limits_and_is_independent(
+        self, place: str, tmp_path: Path, namespace: int
+    ) -> None:
+        tree = disk.prepare(place, place, 4 * MIB, 100, 1000, 1000, idmap=lambda: namespace)
+        made = f"{tree.path}/workspace"
+        subprocess.run(
+            ["sh", "-c", "echo 你好 >file"], cwd=made, user=tree.uid, group=tree.gid, extra_groups=[], check=True
+        )
+        free = disk.free(place)
+        assert disk.detach(place, place) == []
+        assert disk.stray_loops(place) == {}
+        image = str(tmp_path / "kept.img")
+        disk.move(f"{place}/disk.img", image)
+        assert not os.path.lexists(f"{place}/disk.img")
+        copies = [str(tmp_path / name) for name in ("one", "two")]
+        try:
+            for copy in copies:
+                os.mkdir(copy)
+                again = disk.restore(copy, copy, image, idmap=lambda: namespace)
+                assert (again.path, again.uid, again.gid, again.mode) == (f"{copy}/disk", tree.uid, tree.gid, "image")
+                assert Path(f"{copy}/disk/workspace/file").read_text() == "你好\n"
+                assert disk.free(copy) == free
+            os.unlink(f"{copies[0]}/disk/workspace/file")
+            assert Path(f"{copies[1]}/disk/workspace/file").exists()
+        finally:
+            for copy in copies:
+                assert disk.discard(copy, copy) == []
+        assert os.stat(image).st_mode & 0o777 == 0o600
+
+    def test_a_disk_in_use_is_not_detached(self, place: str) -> None:
+        tree = disk.prepare(place, place, 4 * MIB, 100, 1000, 1000)
+        with open(f"{tree.path}/workspace/open", "w"):
+            assert disk.detach(place, place, timeout_s=0.05)
+        assert disk.detach(place, place) == []
+
+    def test_a_move_to_another_file_system_takes_the_content_along(self, tmp_path: Path, place: str) -> None:
+        image = f"{place}/disk.img"
+        Path(image).write_bytes(b"x" * 5000)
+        other = tmp_path / "other"
+        other.mkdir()
+        mounts.tmpfs(str(other), size=MIB)
+        try:
+            disk.move(image, f"{other}/moved")
+            assert (other / "moved").read_bytes() == b"x" * 5000
+            assert not os.path.lexists(image)
+        finally:
+            mounts.umount(str(other))
