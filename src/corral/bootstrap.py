@@ -364,10 +364,12 @@ RUNTIMES = {
     "bubblewrap": ("corral.adapters.runtimes.bubblewrap", "BubblewrapRuntime"),
     "crun": ("corral.adapters.runtimes.crun", "CrunRuntime"),
     "fake": ("corral.adapters.runtimes.fake", "FakeRuntime"),
+    "runc": ("corral.adapters.runtimes.runc", "RuncRuntime"),
+    "runsc": ("corral.adapters.runtimes.runsc", "RunscRuntime"),
 }
 """The adapters of this distribution, named here because reading all entry points costs more than a warm run. Others are found
 by the entry point group `corral.runtimes` when the configuration names them."""
-BY_DEFAULT = ("bubblewrap", "crun")
+BY_DEFAULT = ("bubblewrap", "crun", "runc", "runsc")
 
 
 def make_node(settings: config.Config, installation_id: str) -> Node:
@@ -382,6 +384,20 @@ def make_node(settings: config.Config, installation_id: str) -> Node:
         node_id="local",
         installation_id=installation_id,
     )
+
+
+def trial_node(
+    settings: config.Config,
+    installation_id: str,
+    name: str,
+    templates: Any,
+    around: Callable[[Any], Any],
+) -> Node:
+    """A node with one runtime, as `around` wraps it, and templates of the caller's: for `corral certify`, on a state of its own."""
+    from corral.node.service import LocalNode
+
+    runtime = around(_runtime(name, settings, installation_id))
+    return LocalNode(settings.state_dir, {name: runtime}, templates, node_id="trial", installation_id=installation_id)
 
 
 def _runtime(name: str, settings: config.Config, installation_id: str) -> Any:

@@ -1,16 +1,24 @@
-"""What each runtime can do here: found by its probe once per boot, user and version, kept in the state directory."""
+"""What each runtime can do here: found by its probe once per boot, user and version, kept in the state directory.
+
+A runtime whose probe is dear says by `probe_key()` what the answer depends on beside the host. What works is then kept for all state
+directories of root: in `/run`, where no one else can write, and which ends with the boot. A fresh look never takes it from there.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
+from typing import Any
 
 from corral.domain.limits import LimitModes
 from corral.errors import CorralError
-from corral.linux import process
+from corral.linux import process, userns
 from corral.ports.runtime import Runtime, RuntimeInfo
 
 PROBE_S = 20.0
@@ -20,8 +28,9 @@ PROBE_VERSION = 1
 class Probes:
     """Answers of `probe`; one that did not work is asked again by the next process: the host may have been mended."""
 
-    def __init__(self, path: str, runtimes: Mapping[str, Runtime]) -> None:
+    def __init__(self, path: str, runtimes: Mapping[str, Runtime], run_dir: str = userns.RUN) -> None:
         self._path = path
+        self._run = run_dir
         self._runtimes = runtimes
         self._infos: dict[str, RuntimeInfo] = {}
         self._lock = asyncio.Lock()
@@ -46,10 +55,16 @@ class Probes:
             cached = self._load()
             self._infos.update({name: cached[name] for name in missing if name in cached})
             missing = [name for name in missing if name not in self._infos]
+            known = await asyncio.to_thread(self._shared, missing) if missing else {}
+            self._infos.update(known)
+            missing = [name for name in missing if name not in known]
+            if known and not missing:
+                self._save()
         for name, info in zip(missing, await asyncio.gather(*map(self._probe, missing)), strict=True):
             self._infos[name] = info
         if missing:
             self._save()
+            await asyncio.to_thread(self._share, missing)
 
     async def _probe(self, name: str) -> RuntimeInfo:
         try:
@@ -68,11 +83,7 @@ class Probes:
                 data = json.load(file)
             if data["key"] != self._key():
                 return {}
-            return {
-                name: RuntimeInfo(**{**info, "limits": LimitModes(**info["limits"])})
-                for name, info in data["runtimes"].items()
-                if info["usable"]
-            }
+            return {name: _info(info) for name, info in data["runtimes"].items() if info["usable"]}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
@@ -81,3 +92,41 @@ class Probes:
         with open(self._path + ".new", "w", encoding="utf-8") as file:
             json.dump({"key": self._key(), "runtimes": runtimes}, file)
         os.replace(self._path + ".new", self._path)
+
+    # -- for all state directories of root -----------------------------------------------------------------------------
+    def _shared_path(self, name: str) -> str | None:
+        key = getattr(self._runtimes[name], "probe_key", lambda: None)() if os.geteuid() == 0 else None
+        if key is None:
+            return None
+        return os.path.join(
+            self._run, f"probe-{name}-{hashlib.sha256(f'{self._key()} {key}'.encode()).hexdigest()[:24]}"
+        )
+
+    def _shared(self, names: list[str]) -> dict[str, RuntimeInfo]:
+        found = {}
+        for name in names:
+            path = self._shared_path(name)
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if path is not None:
+                    with open(path, encoding="utf-8") as file:
+                        found[name] = _info(json.load(file))
+        return found
+
+    def _share(self, names: list[str]) -> None:
+        for name in names:
+            path = self._shared_path(name)
+            if path is None:
+                continue
+            with contextlib.suppress(OSError):  # then each state directory looks for itself
+                if not self._infos[name].usable:
+                    os.unlink(path)
+                    continue
+                userns.make_run_directory(self._run)
+                aside = f"{path}.{os.getpid()}.{threading.get_ident()}"
+                with open(aside, "w", encoding="utf-8") as file:
+                    json.dump(dataclasses.asdict(self._infos[name]), file)
+                os.replace(aside, path)
+
+
+def _info(data: dict[str, Any]) -> RuntimeInfo:
+    return RuntimeInfo(**{**data, "limits": LimitModes(**data["limits"])})

@@ -43,6 +43,7 @@ from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, Inst
 _START_S = 20.0
 _STOP_S = 20.0
 _PROBE_S = 12.0
+_PROBE_FORMAT = 1
 _CHECKPOINT_S = 120.0
 _PROBE_MEMORY = 256 * MIB
 _DISK = "disk.img"
@@ -69,6 +70,14 @@ class RunscRuntime:
 
     async def probe(self) -> RuntimeInfo:
         return await asyncio.to_thread(self._probe)
+
+    def probe_key(self) -> str | None:
+        """What an answer of `probe` depends on, beside the host: the program itself. A start takes half a second (`corral.node.probes`)."""
+        try:
+            program = os.stat(_program())
+        except (CorralError, OSError):
+            return None
+        return f"{program.st_dev} {program.st_ino} {program.st_size} {program.st_mtime_ns} {_PROBE_FORMAT}"
 
     async def create(self, spec: InstanceSpec, control: socket.socket) -> Instance:
         # Shielded: a cancelled caller must not meet a half-made instance; `destroy` waits for the thread.
