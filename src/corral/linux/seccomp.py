@@ -1,7 +1,14 @@
 """System call filters: one data file, compiled to BPF here (no libseccomp) and emitted as OCI `linux.seccomp`.
 
-`seccomp_data.json` holds number tables per architecture and named profiles: rules that refuse, everything else is allowed.
-`default` is what a runtime installs around guest and execs; `exec` is stricter and installed inside by the exec's supervisor.
+`seccomp_data.json` holds number tables per architecture and named filters: rules that refuse, everything else is allowed.
+A *profile* (`PROFILES`) is a pair of them: the one of its name is what a runtime installs around guest and execs, `exec_filter` is
+stricter and installed inside by the exec's supervisor. Every profile but `default` opens something:
+
+* `debug`: tracing (what the kernel lets one process do to another, so never guest or supervisor), and address spaces that are not
+  randomised.
+* `browser`: what Chromium's own sandbox is built of: user, pid and network namespaces inside, and `chroot`. Whoever makes such a
+  namespace is root in it; what that opens beyond is closed again as far as calls can tell it (netlink families, packet filter tables).
+
 A rule refuses its calls with `errno`, always or only when `all` its conditions on arguments hold. Conditions look at the low
 32 bits, as the kernel does for these arguments (garbage in the upper half is a known way around filters), but `set` looks at
 all 64. Calls of a foreign architecture or ABI (i386, x32) answer ENOSYS.
@@ -23,6 +30,8 @@ _RET_ALLOW, _RET_ERRNO = 0x7FFF0000, 0x00050000
 _NR_AT, _ARCH_AT = 0, 4
 _X32_BIT = 0x40000000
 _ALL_ONES = 0xFFFFFFFF
+
+PROFILES = ("default", "debug", "browser")
 
 _NEXT, _FAIL = -1, -2
 _Op = tuple[
@@ -52,11 +61,19 @@ def version() -> str:
     return seen.hexdigest()[:16]
 
 
-def rules(profile: str) -> list[dict[str, Any]]:
-    """The rules of a profile, those that it extends first. KeyError for an unknown one."""
-    described = _data()["profiles"][profile]
+def exec_filter(profile: str) -> str:
+    """The name of a profile's filter for execs."""
+    return "exec" if profile == "default" else f"{profile}-exec"
+
+
+def rules(name: str) -> list[dict[str, Any]]:
+    """The rules of a filter, those that it extends first. KeyError for an unknown one."""
+    described = _data()["profiles"][name]
     inherited = rules(described["extends"]) if "extends" in described else []
-    return [*inherited, *described["rules"]]
+    lifted = set(described.get("without", ()))
+    kept = [{**rule, "names": [call for call in rule["names"] if call not in lifted]} for rule in inherited]
+    added = _data()["profiles"][described["with"]]["rules"] if "with" in described else []
+    return [*(rule for rule in kept if rule["names"]), *added, *described["rules"]]
 
 
 def compile(profile: str = "default", arch: str | None = None) -> bytes:

@@ -15,6 +15,7 @@ from corral.linux import seccomp
 
 ALLOW = 0x7FFF0000
 ARCHES = ("x86_64", "aarch64")
+FILTERS = [name for profile in seccomp.PROFILES for name in (profile, seccomp.exec_filter(profile))]
 
 
 def table(arch: str) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def call(arch: str, name: str, *args: int, profile: str = "default") -> int | No
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("profile", ["default", "exec"])
+@pytest.mark.parametrize("profile", FILTERS)
 def test_every_listed_call_gets_its_errno_and_others_pass(arch: str, profile: str) -> None:
     program = seccomp.compile(profile, arch)
     numbers = table(arch)["numbers"]
@@ -106,6 +107,59 @@ def test_conditions_on_arguments(arch: str) -> None:
     assert call(arch, "mknodat", 0, 0, 0o060644) == errno.EPERM
 
 
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("profile", [name for name in FILTERS if name not in ("default", "exec")])
+def test_a_profile_opens_what_it_names_and_nothing_else(arch: str, profile: str) -> None:
+    opens = {
+        "debug": {"personality", "process_vm_readv", "process_vm_writev", "ptrace"},
+        "browser": {"chroot", "clone", "unshare"},
+    }[profile.removesuffix("-exec")]
+    narrow = "exec" if profile.endswith("-exec") else "default"
+    values = (0, 1, 2, 8, 16, 17, 64, 0x5412, 0o020644, 0x40000, 0x60008, 0x10000000, 0x10000011, 0x20000, 0x80000000)
+    for name in table(arch)["numbers"]:
+        for value in values:
+            args = (value, value, value)
+            before, after = (call(arch, name, *args, profile=which) for which in (narrow, profile))
+            assert after is not None or before is None or name in opens, (name, value)
+            assert after == before or name in opens | {"socket", "socketpair", "setsockopt"}, (name, value)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("profile", ["debug", "debug-exec"])
+def test_debug_allows_tracing_and_addresses_that_stay(arch: str, profile: str) -> None:
+    for name in ("ptrace", "process_vm_readv", "process_vm_writev"):
+        assert call(arch, name, 16, 1, profile=profile) is None
+    for persona, answer in ((0x0040000, None), (0xFFFFFFFF, None), (0x0400000, 1), (0x0440000, 1), (0x80000000, 1)):
+        assert call(arch, "personality", persona, profile=profile) == answer
+    for name in ("pidfd_getfd", "process_madvise", "kcmp", "bpf", "perf_event_open", "unshare", "setns", "mount"):
+        assert call(arch, name, profile=profile) == errno.EPERM
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("profile", ["browser", "browser-exec"])
+def test_browser_allows_the_namespaces_of_a_browser_and_keeps_their_root_small(arch: str, profile: str) -> None:
+    user, pid, net, others = 0x10000000, 0x20000000, 0x40000000, (0x20000, 0x2000000, 0x4000000, 0x8000000)
+    for name in ("clone", "unshare"):
+        assert call(arch, name, user | pid | net, profile=profile) is None
+        for flag in others:
+            assert call(arch, name, user | flag, profile=profile) == errno.EPERM
+    assert call(arch, "unshare", 0x80, profile=profile) == errno.EPERM, "a time namespace"
+    assert call(arch, "chroot", profile=profile) is None
+    for name in ("ptrace", "setns", "mount", "umount2", "pivot_root", "keyctl", "bpf", "userfaultfd"):
+        assert call(arch, name, profile=profile) == errno.EPERM
+    assert call(arch, "clone3", profile=profile) == errno.ENOSYS
+    route, uevent, netfilter, inet = 0, 15, 12, 2
+    assert call(arch, "socket", 16, 3, route, profile=profile) is None
+    assert call(arch, "socket", 16, 3, uevent, profile=profile) is None
+    assert call(arch, "socket", 16, 3, netfilter, profile=profile) == errno.EPROTONOSUPPORT
+    assert call(arch, "socket", inet, 1, netfilter, profile=profile) is None
+    assert call(arch, "socket", 17, 3, 0, profile=profile) == errno.EAFNOSUPPORT
+    for level in (0, 41):
+        assert call(arch, "setsockopt", 3, level, 64, profile=profile) == errno.ENOPROTOOPT
+        assert call(arch, "setsockopt", 3, level, 2, profile=profile) is None
+    assert call(arch, "setsockopt", 3, 1, 64, profile=profile) is None, "SOL_SOCKET"
+
+
 def _oci(spec: dict[str, Any], name: str, *args: int) -> int | None:
     values = (*args, 0, 0, 0, 0, 0, 0)
     for entry in spec["syscalls"]:
@@ -125,7 +179,7 @@ def _oci(spec: dict[str, Any], name: str, *args: int) -> int | None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("profile", ["default", "exec"])
+@pytest.mark.parametrize("profile", FILTERS)
 def test_oci_form_decides_like_the_program(arch: str, profile: str) -> None:
     spec = json.loads(json.dumps(seccomp.to_oci(profile, arch)))
     program = seccomp.compile(profile, arch)
