@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import os
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corral.channel import ChannelLimits, GuestClient
+from corral.client import trees
 from corral.errors import CorralError
 from corral.guest import protocol
 
@@ -104,3 +109,39 @@ async def test_questions_that_nobody_waits_for_do_not_pile_up() -> None:
     assert caught.value.code == "guest_lost"
     await must_be_lost(client)
     hostile.close()
+
+
+def _archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for info, content in members:
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+def _member(name: str, **more: Any) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    for key, value in more.items():
+        setattr(info, key, value)
+    return info
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [_member("root", type=tarfile.DIRTYPE), _member("root/a", pax_headers={"GNU.sparse.map": "root/a"})],
+        [_member("root", type=tarfile.DIRTYPE), _member("root/a", pax_headers={"path": "root/a\0b"})],
+        [_member("root", type=tarfile.DIRTYPE), _member("root/a", type=tarfile.LNKTYPE, linkname="root")],
+        [_member("root", type=tarfile.DIRTYPE), _member("root/a", type=tarfile.FIFOTYPE)],
+    ],
+    ids=["a number that is none", "a NUL in a name", "a hard link to a directory", "a pipe"],
+)
+def test_an_archive_of_a_sandbox_that_is_damaged_is_refused_and_leaves_no_descriptor(
+    members: list[tarfile.TarInfo], tmp_path: Path
+) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(CorralError) as caught:
+        trees.unpack_stream([_archive(*((info, b"") for info in members))], str(tmp_path), "copy")
+    assert caught.value.code == "infra_error"
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -6,6 +6,7 @@ links are packed and made; a link is made as it is, whatever it points to. Owner
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -66,54 +67,64 @@ class Reader(io.RawIOBase):
         return count
 
 
-def opened(blocks: Iterable[bytes]) -> tarfile.TarFile:
-    """A tar stream to read once, from its start to its end."""
-    return tarfile.open(fileobj=io.BufferedReader(Reader(blocks), BLOCK), mode="r|", errorlevel=1)
+@contextlib.contextmanager
+def opened(blocks: Iterable[bytes]) -> Iterator[tarfile.TarFile]:
+    """A tar stream to read once, from its start to its end; one that is damaged is `infra_error`."""
+    try:
+        with tarfile.open(fileobj=io.BufferedReader(Reader(blocks), BLOCK), mode="r|", errorlevel=1) as archive:
+            yield archive
+    except (tarfile.TarError, ValueError, ArithmeticError, RecursionError) as error:
+        # Numbers and names that are none end in the errors of whatever reads them, a NUL in a name in that of the system call.
+        raise CorralError("infra_error", f"the archive is damaged: {error}", retryable=False) from error
 
 
 def unpack_stream(blocks: Iterable[bytes], dst: str, name: str) -> Unpacked:
-    """`unpack` of a tar stream; one that is damaged is `infra_error`."""
-    try:
-        with opened(blocks) as archive:
-            return unpack(archive, dst, name)
-    except tarfile.TarError as error:
-        raise CorralError("infra_error", f"the archive is damaged: {error}", retryable=False) from error
+    """`unpack` of a tar stream."""
+    with opened(blocks) as archive:
+        return unpack(archive, dst, name)
 
 
 def unpack(archive: tarfile.TarFile, dst: str, name: str) -> Unpacked:
     """The tree of `archive` as `dst`, or below it as `name` when it is a directory. OSError says what could not be written."""
     done = Unpacked()
-    target: Target | None = None
-    modes: list[tuple[list[str], int]] = []
-    root = ""
-    for member in archive:
-        parts = _parts(member.name)
-        if target is None:
-            root = parts[0] if parts else ""
-            target = Target(*_place(dst, name or "workspace", member.isdir()))
-        if root:
-            if parts[:1] != [root]:
-                raise CorralError("infra_error", f"the archive names {member.name!r} outside its root", retryable=False)
-            parts = parts[1:]
-        if member.isdir():
-            target.make_directory(parts)
-            modes.append((parts, member.mode))
-        elif member.issym():
-            target.make_link(parts, member.linkname)
-        elif member.isreg():
-            content = archive.extractfile(member)
-            assert content is not None
-            target.make_file(parts, member.mode, content)
-        elif member.islnk():
-            target.make_copy(parts, _parts(member.linkname)[1 if root else 0 :])
-        else:
-            raise CorralError("infra_error", f"{member.name!r} is no file, directory or link", retryable=False)
-        done.count(member)
-    if target is not None:
+    first = archive.next()
+    if first is None:
+        return done
+    top = _parts(first.name)
+    target = Target(*_place(dst, name or "workspace", first.isdir()))
+    try:
+        modes: list[tuple[list[str], int]] = []
+        for member in archive:
+            _unpack_one(archive, member, target, top[0] if top else "", modes)
+            done.count(member)
         for parts, mode in reversed(modes):
             target.set_mode(parts, mode)
+    finally:
         target.close()
     return done
+
+
+def _unpack_one(
+    archive: tarfile.TarFile, member: tarfile.TarInfo, target: Target, root: str, modes: list[tuple[list[str], int]]
+) -> None:
+    parts = _parts(member.name)
+    if root:
+        if parts[:1] != [root]:
+            raise CorralError("infra_error", f"the archive names {member.name!r} outside its root", retryable=False)
+        parts = parts[1:]
+    if member.isdir():
+        target.make_directory(parts)
+        modes.append((parts, member.mode))
+    elif member.issym():
+        target.make_link(parts, member.linkname)
+    elif member.isreg():
+        content = archive.extractfile(member)
+        assert content is not None
+        target.make_file(parts, member.mode, content)
+    elif member.islnk():
+        target.make_copy(parts, _parts(member.linkname)[1 if root else 0 :])
+    else:
+        raise CorralError("infra_error", f"{member.name!r} is no file, directory or link", retryable=False)
 
 
 def _parts(name: str) -> list[str]:
@@ -182,11 +193,16 @@ class Target:
         """A hard link inside becomes a file of its own."""
         folder, name = self._open_parent(earlier)
         try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # whatever lies there: a pipe would wait
+            descriptor = os.open(name, flags, dir_fd=folder)
         finally:
             os.close(folder)
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(descriptor)
+            raise CorralError("infra_error", f"a hard link to {'/'.join(earlier)!r}, no file", retryable=False)
         with open(descriptor, "rb") as content:
-            self.make_file(parts, os.fstat(descriptor).st_mode, content)
+            self.make_file(parts, mode, content)
 
     def set_mode(self, parts: list[str], mode: int) -> None:
         """The mode of a directory; last, as it may forbid writing into it."""
