@@ -40,14 +40,18 @@ def code_of(name: str) -> str:
         raise CorralError("usage", f"cannot read {name!r}: {why(error)}", field="FILE", hint=hint) from error
 
 
-def files_of(sources: Sequence[str], taken: str | None) -> list[Json]:
-    """Each file of `SRC[:DEST]`, in order; directories whole, modes kept. `taken` is the name that FILE has inside."""
+def files_of(sources: Sequence[str], taken: str | None, code: str | None = None) -> list[Json]:
+    """Each file of `SRC[:DEST]`, in order; directories whole, modes kept. `taken` is the name that FILE has inside, `code` its text.
+
+    A directory that has FILE at its own place goes along without it: `run app/main.go --file app:.`
+    """
     room = ROOM
     found: list[Json] = []
     for source in sources:
         src, dest = _split(source)
         for path, inside, bare in _members(src, dest):
-            if os.path.normpath(inside) == taken:
+            is_taken = os.path.normpath(inside) == taken
+            if is_taken and (path == src or os.path.isdir(path)):
                 raise click.BadParameter(f"{path!r} would replace FILE at {taken!r}", param_hint="--file")
             if os.path.isdir(path):
                 bits = stat.S_IMODE(os.stat(path).st_mode) & 0o777
@@ -64,6 +68,10 @@ def files_of(sources: Sequence[str], taken: str | None) -> list[Json]:
             if room < 0:
                 hint = "create a sandbox, copy them with corral cp, then use corral exec"
                 raise CorralError("too_large", "the files are over 24 MiB together", field="/files", hint=hint)
+            if is_taken:
+                if data.decode("utf-8", "surrogateescape") == code:
+                    continue
+                raise click.BadParameter(f"{path!r} would replace FILE at {taken!r}", param_hint="--file")
             mode = f"{stat.S_IMODE(facts.st_mode) & 0o777:04o}"
             found.append({"path": inside, "mode": mode, "base64": base64.b64encode(data).decode("ascii")})
     return found

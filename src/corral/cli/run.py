@@ -30,7 +30,7 @@ def command(ctx: click.Context, /, program: tuple[str, ...], as_json: bool, **gi
     program not found, 125 no outcome of the program, 2 wrong usage. More in docs/reference/command-line.md.
     """
     what = words.program(ctx, given, program, "command")
-    request = what | words.common(given, what.get("code_path"))
+    request = what | words.common(given, what.get("code_path"), what.get("code"))
     ctx.exit(perform(ctx.obj, "/v1/runs", request, given, as_json))
 
 

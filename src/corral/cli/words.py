@@ -201,7 +201,7 @@ def program(ctx: click.Context, given: Json, words: Sequence[str], argv_field: s
     return document | ({"language": language} if language else {})
 
 
-def common(given: Json, code_path: str | None = None) -> Json:
+def common(given: Json, code_path: str | None = None, code: str | None = None) -> Json:
     """The members that have the same word on both sides; what was not said is left out. `code_path` is what FILE has taken."""
     document: Json = {}
     for name in (*RESOURCES, *PLACES, "cwd", "user", "ttl"):
@@ -217,7 +217,7 @@ def common(given: Json, code_path: str | None = None) -> Json:
     if given.get("stdin") is not None:
         document["stdin_base64"] = _base64(_read_stdin(given["stdin"]))
     if given.get("file"):
-        document["files"] = inputs.files_of(given["file"], code_path)
+        document["files"] = inputs.files_of(given["file"], code_path, code)
     return document
 
 

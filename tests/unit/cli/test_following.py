@@ -69,6 +69,12 @@ def test_a_program_that_was_not_found_is_explained(corral: Call, transport: Fake
     assert (said.status, said.err) == (127, "corral: nonzero_exit: there is no program 'x' in this template\n")
 
 
+def test_a_build_that_failed_is_explained_below_what_the_compiler_said(corral: Call, transport: FakeTransport) -> None:
+    transport.document = ended("nonzero_exit", 1, phase="build", hint="the build failed")
+    said = corral("run", "--", "x")
+    assert (said.status, said.err) == (1, "corral: nonzero_exit: the build failed\n")
+
+
 def test_refusals_come_in_the_form_that_was_asked_for(corral: Call, transport: FakeTransport) -> None:
     transport.document = refusal("not_supported_yet", "no network\nyet\x1b[31m", hint="leave it out", field="/network")
     said = corral("run", "--network", "web", "--", "x")

@@ -193,6 +193,20 @@ def test_file_and_a_file_of_the_same_destination_exclude_each_other(
     assert corral("run", "--file", f"{tmp_path}/q:r", f"{tmp_path}/p.py").status == 0
 
 
+def test_a_directory_that_holds_file_at_its_place_goes_along(
+    request_of: Any, corral: Call, transport: FakeTransport, tmp_path: Path
+) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "main.go").write_bytes(b"package main // \xff")
+    (tmp_path / "app" / "util.go").write_text("package main")
+    sent = request_of("run", "--file", f"{tmp_path}/app:.", f"{tmp_path}/app/main.go")
+    assert (sent["code_path"], [f["path"] for f in sent["files"]]) == ("main.go", ["util.go"])
+    (tmp_path / "main.go").write_text("another")
+    calls = len(transport.calls)
+    said = corral("run", "--file", f"{tmp_path}/app:.", f"{tmp_path}/main.go")
+    assert said.status == 2 and "would replace FILE" in said.err and len(transport.calls) == calls
+
+
 def test_workspace_prefix_of_a_destination_is_taken_off(request_of: Any, tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     document = request_of("run", "--file", f"{tmp_path}/f:/workspace/g", "--file", f"{tmp_path}:/workspace", "--", "x")

@@ -31,6 +31,7 @@ RUNNERS = {
     "python": Runner("python", "main.py", ("print", "ran", "{file}")),
     "c": Runner("c", "main.c", ("print", "program"), build=("exit", "1"), tools=("cc",)),
     "javascript": Runner("javascript", "main.js", ("print", "program"), build=("exit", "0")),
+    "sql": Runner("sql", "main.sql", ("print", "rows"), tools=("sqlite3",)),
 }
 
 

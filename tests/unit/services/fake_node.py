@@ -69,6 +69,9 @@ class FakeNode:
         self.destroy_gate: asyncio.Event | None = None
         self.create_error: CorralError | None = None
         self.usable = True
+        self.more_templates: list[dict[str, Any]] = []
+        self.there: set[str] = set()
+        """Paths that `stat_file` finds in every instance."""
 
     async def open(self, progress: Any = None) -> None: ...
     async def close(self) -> None: ...
@@ -82,7 +85,8 @@ class FakeNode:
 
     async def templates(self) -> list[dict[str, Any]]:
         languages = ["python", "bash", "javascript", "c"]
-        return [{"name": "host", "digest": "sha256:0", "available": True, "reason": None, "languages": languages}]
+        host = {"name": "host", "digest": "sha256:0", "available": True, "reason": None, "languages": languages}
+        return [host, *self.more_templates]
 
     async def ensure_template(self, template: str, progress: Any = None) -> str:
         return "sha256:" + "0" * 64
@@ -144,8 +148,14 @@ class FakeNode:
                 made.end(ExecFacts(False, start_failure=StartFailure("cwd", "ENOENT", "/nope")))
             case ("die",):
                 self.lose(instance_id)
+            case ("/bin/sh", "-c", _, "run", *_):  # a build and its program in one
+                made.end(ExecFacts(True, 1))
             case _:
                 pass
+
+    async def stat_file(self, instance_id: str, path: str, *, follow: bool = True, user: str = "sandbox") -> None:
+        if not any(path.endswith(known) for known in self.there):
+            raise CorralError("not_found", f"there is no {path}")
 
     def lose(self, instance_id: str) -> None:
         """The instance ends by itself."""

@@ -8,6 +8,7 @@ import base64
 import pytest
 
 from corral.errors import CorralError
+from corral.services.execs import Stopwatch
 
 PRINT = {"command": ["print", "你好", "42"]}
 SLEEP = {"command": ["sleep"]}
@@ -110,16 +111,82 @@ async def test_code_lies_in_the_workspace_and_is_started_by_its_runner(world):
     assert files == [("sub/x.py", 0o644, b"print(1)")]
 
 
-async def test_a_failing_compiler_is_the_result(world):
-    result = (await world.call("POST", "/v1/runs", {"code": "x", "language": "c"})).document["result"]
-    assert result["reason"] == "nonzero_exit" and result["exit_code"] == 1 and "compile" in result["hint"]
-    assert len(world.node.starts) == 1
+async def test_a_failing_build_is_the_result(world):
+    run = (await world.call("POST", "/v1/runs", {"code": "x", "language": "c", "timeout_s": 5})).document
+    result = run["result"]
+    assert (result["reason"], result["exit_code"], result["phase"], result["build"]) == (
+        "nonzero_exit",
+        1,
+        "build",
+        None,
+    )
+    assert result["hint"].startswith("the build failed")
+    assert world.node.starts == [run["exec_id"]]
+    assert result["limits"]["wall"]["value"] == 120
 
 
-async def test_a_compiler_that_works_is_followed_by_the_program(world):
-    reply = await world.call("POST", "/v1/runs", {"code": "x", "language": "javascript"})
-    assert reply.document["result"]["stdout"]["text"] == "program"
-    assert len(world.node.starts) == 2
+async def test_a_build_that_works_is_followed_by_the_program(world):
+    document = {"code": "x", "language": "javascript", "timeout_s": 5, "stdin": "for the program"}
+    run = (await world.call("POST", "/v1/runs", document)).document
+    result = run["result"]
+    assert result["stdout"]["text"] == "program" and result["phase"] == "run"
+    built, ran = world.node.starts
+    assert ran == run["exec_id"]
+    build = {"exec_id": built, "exit_code": 0, "reason": "ok", "running_ms": 3, "stdout_bytes": 0, "stderr_bytes": 0}
+    assert result["build"] == build
+    limits = [world.node.execs[each].spec.limits for each in (built, ran)]
+    assert [each.wall_s for each in limits] == [120, 5]  # the clock of the caller's code starts with the program
+    assert [world.node.execs[each].spec.stdin for each in (built, ran)] == [None, b"for the program"]
+
+
+async def test_the_time_of_a_build_counts_as_preparing():
+    watch = Stopwatch("preparing")
+    watch.switch("running")
+    watch.switch("collecting")
+    spent = sum(watch.spent.values())
+    watch.prepared()
+    assert set(watch.spent) == {"preparing"} and watch.spent["preparing"] >= spent
+
+
+async def test_a_build_gets_the_longer_of_its_own_time_and_the_programs(world):
+    result = (await world.call("POST", "/v1/runs", {"code": "x", "language": "c", "timeout_s": 500})).document["result"]
+    assert result["limits"]["wall"]["value"] == 500
+
+
+async def test_a_template_without_the_language_is_told_with_those_that_have_it(world):
+    async def hint():
+        result = (await world.call("POST", "/v1/runs", {"code": "select 1", "language": "sql"})).document["result"]
+        assert (result["reason"], result["exit_code"], result["started"]) == ("missing_tool", None, False)
+        assert result["phase"] is None and "the template host has no sql: it lacks sqlite3" in result["hint"]
+        return result["hint"]
+
+    assert (await hint()).endswith("no template of this installation has it")
+    other = {"name": "polyglot", "digest": None, "available": False, "reason": "no mmdebstrap", "languages": ["sql"]}
+    world.node.more_templates = [other]
+    assert (await hint()).endswith("polyglot would have it, but: no mmdebstrap")
+    world.node.more_templates = [{**other, "available": True, "reason": None}]
+    assert (await hint()).endswith("use a template that has it: polyglot")
+    assert world.node.creates == []
+
+
+async def test_code_that_is_compiled_runs_in_a_kept_sandbox(world):
+    sandbox = (await world.call("POST", "/v1/sandboxes", {})).document["id"]
+    document = {"code": "x", "language": "c", "args": ["a b"], "wait": 5}
+
+    async def ended():
+        return (await world.call("POST", f"/v1/sandboxes/{sandbox}/execs", document)).document
+
+    exec_ = await ended()
+    assert exec_["result"]["phase"] == "build" and exec_["result"]["hint"].startswith("the build failed")
+    spec = world.node.execs[exec_["id"]].spec
+    assert spec.argv[-3:] == ("print", "program", "a b")
+    [(path, _, _)] = [file for files in world.node.files.values() for file in files]
+    assert path == f".corral-exec/{exec_['id']}/main.c"
+    world.node.there = {"/built"}
+    exec_ = await ended()
+    assert exec_["result"]["phase"] == "run" and "build" not in exec_["result"]["hint"]
+    refused = await world.call("POST", f"/v1/sandboxes/{sandbox}/execs", {"code": "x", "language": "sql"})
+    assert refused.document["code"] == "missing_tool" and "sqlite3" in refused.document["detail"]
 
 
 async def test_a_lost_sandbox_is_never_a_success(world, until):
