@@ -21,25 +21,11 @@ import pytest
 
 from corral.client.trees import unpack
 from corral.errors import CorralError
-from corral.testing.hostile.files import KERNEL_FILES, RAISED, TARGETS, WRITABLE
+from corral.testing.hostile.files import KERNEL_FILES, RAISED, TARGETS, WRITABLE, WRITE
 from corral.testing.hostile.prelude import PRELUDE, TELL
 
 from .conftest import Box, Lab, Refused, who_am_i
 from .probes import AS_USER, USER, on_the_host
-
-WRITE = (
-    PRELUDE
-    + r"""
-def make(path):
-    fd = os.open(path + "/.probe", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    os.unlink(path + "/.probe")
-for path, names, _ in os.walk("/", followlinks=False):
-    if path == "/":
-        names.remove("proc")
-    attempt(path, make, path)
-"""
-    + TELL
-)
 
 
 def test_only_the_named_places_are_writable(box: Box) -> None:

@@ -32,6 +32,7 @@ COMMANDS = {
     "mcp": ("corral.cli.mcp", "Serve the sandbox to a model over MCP."),
     "gc": ("corral.cli.gc", "Remove what no sandbox owns any more."),
     "doctor": ("corral.cli.doctor", "Say what this host can do."),
+    "certify": ("corral.cli.certify", "Attack the runtimes of this host, say what held."),
 }
 
 

@@ -106,8 +106,11 @@ def _escaped(char: str) -> str:
     return " " if char in "\n\t" else char.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, empty: str) -> None:
-    """Rows for people: a table on a terminal, else plain columns with a header line."""
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, empty: str, style: str = "") -> None:
+    """Rows for people: a table on a terminal, else plain columns with a header line.
+
+    `style` names the field of a row that holds the colour of its verdict (on a terminal only).
+    """
     if not rows:
         say(empty)
         return
@@ -120,8 +123,13 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, empty: s
         grid = Table(box=None, pad_edge=False, header_style="bold")
         for column in columns:
             grid.add_column(column.upper().replace("_", " "), overflow="fold")
-        for line in cells:
-            grid.add_row(*(Text(cell) for cell in line))
+        for row, line in zip(rows, cells, strict=True):
+            coloured = str(row.get(style) or "") if style else ""
+            shown = (
+                Text(cell, coloured if name in ("verdict", "grade") else "")
+                for name, cell in zip(columns, line, strict=True)
+            )
+            grid.add_row(*shown)
         Console(file=sys.__stdout__).print(grid)
         return
     header = [column.upper() for column in columns]

@@ -10,6 +10,95 @@ from corral.testing.hostile.residue import PLACES
 
 WRITABLE = set(PLACES)
 
+WRITE = (
+    PRELUDE
+    + r"""
+def make(path):
+    fd = os.open(path + "/.probe", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    os.unlink(path + "/.probe")
+for path, names, _ in os.walk("/", followlinks=False):
+    if path == "/":
+        names.remove("proc")
+    attempt(path, make, path)
+"""
+    + TELL
+)
+
+ESCAPE = (
+    PRELUDE
+    + r"""
+path, word = sys.argv[1:3]
+def read(path):
+    with open(path) as file:
+        return None if word in file.read() else "another file"
+def write(path):
+    with open(path, "r+") as file:
+        file.write("written from inside")
+def through(path):
+    link = f"/tmp/link-{os.getpid()}"
+    os.symlink(path, link)
+    try:
+        return read(link)
+    finally:
+        os.unlink(link)
+def above(depth):
+    start = os.open(".", os.O_PATH)
+    return read(f"/proc/self/fd/{start}/" + "../" * depth + path.lstrip("/"))
+def create(path):
+    os.close(os.open(os.path.dirname(path) + "/planted", os.O_CREAT | os.O_WRONLY))
+attempt("directly", read, path)
+attempt("up from /workspace", read, "../" * 12 + path.lstrip("/"))
+attempt("up from a descriptor", above, 12)
+attempt("a link", through, path)
+for pid in ("1", "self", str(os.getppid())):
+    for name in ("root", "cwd/../../../../../../.."):
+        attempt(f"/proc/{'PID' if pid.isdigit() and pid != '1' else pid}/{name[:4]}", read, f"/proc/{pid}/{name}{path}")
+attempt("beside the interpreter", read, "/.corral/../../../../.." + path)
+attempt("written", write, path)
+attempt("created beside", create, path)
+"""
+    + TELL
+)
+"""Arguments: a file of the host and a word in it."""
+
+PLANT = (
+    PRELUDE
+    + r"""
+file, parent = sys.argv[1:3]
+def lay():
+    os.chdir("/workspace")
+    for name in ("out/deep", "real"):
+        os.makedirs(name)
+    open("out/fine", "w").write("mine")
+    for target, name in ((file, "out/link"), (parent, "out/directory"), (parent, "linked"), ("/", "root"), ("../" * 9 + parent.lstrip("/"), "out/up"),
+                         ("/proc/self/environ", "out/environ"), ("/proc/1/root" + parent, "out/proc"), ("loop", "out/loop"), (file, "main.py")):
+        os.symlink(target, name)
+    os.mkfifo("out/fifo")
+    os.link("out/fine", "out/hard")
+    open("out/new\nline", "w").close()
+attempt("laid", lay)
+"""
+    + TELL
+)
+"""Names for the host to trip over. Arguments: a file of the host and its directory."""
+
+HUNT = (
+    PRELUDE
+    + r"""
+marker, pid = sys.stdin.read(), int(sys.argv[1])
+answers["found"] = 0
+for name in os.listdir("/proc"):
+    if name.isdigit() and int(name) != os.getpid():
+        try:
+            answers["found"] += marker.encode() in open(f"/proc/{name}/cmdline", "rb").read()
+        except OSError:
+            pass
+attempt("signal", os.kill, pid, 15)
+"""
+    + TELL
+)
+"""Look for a process by a marker (standard input) in its command line, and end it by the number that the host gives it (argument)."""
+
 
 KERNEL_FILES = (
     PRELUDE
@@ -23,6 +112,8 @@ def enter(path):
     return None if os.listdir(path) else "nothing"
 for path in json.loads(sys.argv[1])["read"]:
     attempt("read " + path, read, path)
+for path in json.loads(sys.argv[1])["open"]:  # to read it would take it from the host's log
+    attempt("open " + path, lambda: os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK)))
 for path in json.loads(sys.argv[1])["write"]:
     attempt("write " + path, write, path)
 for path in json.loads(sys.argv[1])["enter"]:
@@ -33,9 +124,10 @@ for path in json.loads(sys.argv[1])["enter"]:
 
 
 TARGETS = {
-    "read": ["/proc/kcore", "/proc/keys", "/proc/key-users", "/proc/timer_list", "/proc/sched_debug", "/proc/kmsg", "/proc/config.gz",
+    "read": ["/proc/kcore", "/proc/keys", "/proc/key-users", "/proc/timer_list", "/proc/sched_debug", "/proc/config.gz",
              "/proc/latency_stats", "/proc/kpagecount", "/proc/kpageflags", "/proc/vmallocinfo", "/proc/slabinfo", "/proc/mtrr",
              "/sys/kernel/mm/transparent_hugepage/enabled", "/dev/mem", "/dev/kmsg", "/dev/vda", "/dev/loop0", "/dev/loop-control"],
+    "open": ["/proc/kmsg"],
     "write": ["/proc/sysrq-trigger", "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/kernel/hostname",
               "/proc/sys/vm/drop_caches", "/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/ipv4/ip_unprivileged_port_start",
               "/proc/sys/fs/file-max", "/proc/sys/kernel/shmmax", "/proc/irq/default_smp_affinity",

@@ -91,6 +91,16 @@ while True:
 '''
 
 
+WITHOUT_CAPABILITY = """
+import ctypes, os, struct, sys
+libc = ctypes.CDLL(None)
+libc.prctl(47, 4, 0, 0, 0)
+libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Before the real guest: one that does not keep the capability that its execs lack. One of the five measures, switched off."""
+
+
 def guest(mood: str) -> str:
     """The program with definitions that replace its own."""
     return _PROGRAM.replace("#MOOD", mood)

@@ -12,6 +12,8 @@ for line in open("/proc/self/status"):
     if name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Seccomp_filters", "Uid", "Gid", "Groups"):
         answers[name] = value.split()
 answers["bits"] = libc.prctl(27, 0, 0, 0, 0)
+answers["filtered"] = libc.prctl(21, 0, 0, 0, 0)
+answers["no_new_privs"] = libc.prctl(39, 0, 0, 0, 0)
 """
     + TELL
 )

@@ -21,6 +21,10 @@ def abstract(name):
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(3)
         sock.connect("\0" + name)
+def path(name):
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(3)
+        sock.connect(name)
 def resolve(name):
     try:
         socket.getaddrinfo(name, 80)
@@ -28,7 +32,7 @@ def resolve(name):
         raise OSError(errno.ENOENT, "no name")
 for kind, *where in json.loads(sys.argv[1]):
     began = time.monotonic()
-    attempt(" ".join(map(str, [kind, *where])), {"tcp": tcp, "udp": udp, "abstract": abstract, "resolve": resolve}[kind], *where)
+    attempt(" ".join(map(str, [kind, *where])), {"tcp": tcp, "udp": udp, "abstract": abstract, "path": path, "resolve": resolve}[kind], *where)
     answers["slowest"] = max(answers.get("slowest", 0), time.monotonic() - began)
 answers["interfaces"] = [name for _, name in socket.if_nameindex()]
 for name in ("route", "ipv6_route", "arp", "dev"):

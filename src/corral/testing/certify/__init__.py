@@ -1,0 +1,183 @@
+"""`corral certify`: the hostile suite on the user's own host, against the runtimes that work there.
+
+`await run(["crun"])` or, from a program without a loop, `run_blocking(["crun"])` -> `Report`. A runtime is named as everywhere: one of
+ours, or one of the entry point group `corral.runtimes`, so that an adapter of somebody else's proves itself by the same suite.
+
+Everything happens on a state directory of its own, which is gone afterwards; running sandboxes are neither seen nor touched. An attack
+holds only where its control succeeds (`verdict`); the witness is the host wherever it has one. With defences switched off by
+`settings.unsafe` the suite runs without them and fails: that is how it is tested itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import platform
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from corral import config
+from corral.errors import CorralError
+from corral.ports.node import Node
+from corral.ports.runtime import Runtime
+from corral.testing.certify import captured, files, guest, kernel, limits, network, residue  # noqa: F401  # they register
+from corral.testing.certify.bench import Bench
+from corral.testing.certify.register import ATTACKS, GROUPS, Attack
+from corral.testing.certify.verdict import Finding, Report, RuntimeReport, broken, find
+
+__all__ = ["ATTACKS", "GROUPS", "Finding", "Report", "RuntimeReport", "run", "run_blocking"]
+
+Progress = Callable[[str, float | None], None]
+ATTACK_S = 100.0
+"""No attack may take longer, or it counts as one that was not survived."""
+KILLED = ("sandbox_lost", "guest_lost")
+
+
+async def run(
+    runtimes: Sequence[str] = (),
+    *,
+    only: Collection[str] = (),
+    settings: config.Config | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Try every attack (or those of the groups `only`) on every runtime named, or on all that are configured.
+
+    A runtime that does not work here is reported as such and tried no further; a name that is none is `invalid_value`.
+    """
+    settings = settings or config.load()
+    _check_groups(only)
+    names = list(dict.fromkeys(runtimes)) or _configured(settings)
+    attacks = [attack for attack in ATTACKS if not only or attack.group in only]
+    order = {group: place for place, group in enumerate(GROUPS)}
+    attacks.sort(key=lambda attack: order[attack.group])
+    reports = []
+    for place, name in enumerate(names):
+
+        def tell(sentence: str, fraction: float, name: str = name, place: int = place) -> None:
+            if progress is not None:
+                progress(f"{name}: {sentence}", (place + fraction) / len(names))
+
+        reports.append(await _certify(name, attacks, settings, tell))
+    host, versions = await asyncio.to_thread(_host), _versions(reports)
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return Report(now, "root" if os.geteuid() == 0 else "user", host, versions, tuple(reports))
+
+
+def run_blocking(runtimes: Sequence[str] = (), **options: Any) -> Report:
+    """`run` with an event loop of its own."""
+    return asyncio.run(run(runtimes, **options))
+
+
+def _check_groups(only: Collection[str]) -> None:
+    if unknown := sorted(set(only) - set(GROUPS)):
+        hint = f"groups: {', '.join(GROUPS)}"
+        raise CorralError("invalid_value", f"there is no group {unknown[0]!r}", field="/only", hint=hint)
+
+
+def _configured(settings: config.Config) -> list[str]:
+    from corral import bootstrap
+
+    return list(settings.runtimes or bootstrap.BY_DEFAULT)
+
+
+async def _certify(
+    name: str, attacks: Sequence[Attack], settings: config.Config, tell: Callable[[str, float], None]
+) -> RuntimeReport:
+    began = time.monotonic()
+    state = _place(settings.state_dir)
+    installation = f"cert{secrets.token_hex(6)}"
+    trial = dataclasses.replace(settings, state_dir=str(state), runtimes=(name,))
+
+    def compose(_: str, templates: Any, around: Callable[[Runtime], Runtime]) -> Node:
+        from corral import bootstrap
+
+        return bootstrap.trial_node(trial, installation, name, templates, around)
+
+    findings: list[Finding] = []
+    living = 0
+    try:
+        tell("probing", 0.0)
+        bench = Bench(compose, state, installation, settings.unsafe)
+        opened = False
+        try:
+            info = await bench.open()
+            opened = True
+            if not info.usable:
+                return RuntimeReport(name, info.version, info.security_level, info.reason or "it does not work here")
+            for place, attack in enumerate(attacks):
+                tell(f"{attack.group}: {attack.name}", place / max(1, len(attacks)))
+                findings.append(await _try(attack, bench))
+            living = await residue.while_living(bench)
+        finally:
+            if opened:
+                with contextlib.suppress(CorralError, OSError):
+                    await bench.close()
+        findings += await asyncio.to_thread(residue.after_all, str(state), installation, living)
+    finally:
+        shutil.rmtree(state, ignore_errors=True)
+    took = time.monotonic() - began
+    return RuntimeReport(
+        *(name, info.version, info.security_level, None, tuple(findings), took, tuple(sorted(settings.unsafe)))
+    )
+
+
+async def _try(attack: Attack, bench: Bench) -> Finding:
+    began = time.monotonic()
+    words = (attack.group, attack.name, attack.about, attack.witness)
+
+    def took() -> int:
+        return round((time.monotonic() - began) * 1000)
+
+    try:
+        async with asyncio.timeout(ATTACK_S):
+            trials = await attack.run(bench)
+    except CorralError as error:
+        return broken(*words, f"{error.code}: {error.detail}", took())
+    except TimeoutError:
+        return broken(*words, f"not within {ATTACK_S:.0f} s", took())
+    except (OSError, ValueError, KeyError) as error:
+        return broken(*words, f"{type(error).__name__}: {error}", took())
+    return find(*words, trials, took())
+
+
+def _place(state_dir: str) -> Path:
+    """A directory beside the state directory, so on the same file system with the same mount options; else a temporary one."""
+    for parent in (os.path.dirname(os.path.abspath(state_dir)), None):
+        try:
+            made = Path(tempfile.mkdtemp(prefix="corral-certify-", dir=parent))
+        except OSError:
+            continue
+        made.chmod(0o711)
+        return made
+    raise CorralError(
+        "infra_error", "there is no directory for the trial", hint="set CORRAL_STATE_DIR", retryable=False
+    )
+
+
+def _host() -> dict[str, Any]:
+    from corral.linux import cgroups
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cgroup": cgroups.host().kind,
+        "memory_bytes": memory,
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def _versions(reports: Sequence[RuntimeReport]) -> dict[str, str | None]:
+    from importlib.metadata import version
+
+    found: dict[str, str | None] = {"corral": version("corral"), "python": platform.python_version()}
+    found.update({report.name: report.version for report in reports})
+    return found
