@@ -48,6 +48,8 @@ class InstanceSpec:
     limits: Limits = field(default_factory=Limits)
     hostname: str = "sandbox"
     writable_root: bool = False
+    seccomp: str = "default"
+    """Profile of system calls (`corral.linux.seccomp.PROFILES`): for the filter around all, where there is one, and that of execs."""
     unsafe: frozenset[str] = frozenset()
     """Names of defences that are switched off: `unsafe_no_seccomp`, `unsafe_one_uid`, `unsafe_dumpable_guest`, ... Tests only, logged."""
 

@@ -176,3 +176,79 @@ attempt("connect out", lambda: socket.create_connection(("192.0.2.1", 80), 1))
 attempt("metadata", lambda: socket.create_connection(("169.254.169.254", 80), 1))
 print(json.dumps(answers))
 """
+
+TRACE = """
+import ctypes, errno, json, os, signal
+libc = ctypes.CDLL("/.corral/lib/libc.so.6", use_errno=True)
+x86 = os.uname().machine == "x86_64"
+ptrace, process_vm_readv, personality = (101, 310, 135) if x86 else (117, 270, 92)
+secret = ctypes.create_string_buffer(b"inside")
+def call(number, *args):
+    ctypes.set_errno(0)
+    value = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in args])
+    return value if value >= 0 else errno.errorcode.get(ctypes.get_errno(), "?")
+answers = {"fixed addresses": call(personality, 0x0040000)}
+child = os.fork()
+if child == 0:
+    signal.pause()
+    os._exit(1)
+answers["attach"] = call(ptrace, 16, child, 0, 0)
+if answers["attach"] == 0:
+    os.waitpid(child, 0)
+    word = ctypes.c_long()
+    answers["peek"] = call(ptrace, 1, child, ctypes.addressof(secret), ctypes.byref(word))
+    answers["word"] = bytes(word)[:6].decode()
+    here = ctypes.create_string_buffer(6)
+    near = (ctypes.c_size_t * 2)(ctypes.addressof(here), 6)
+    far = (ctypes.c_size_t * 2)(ctypes.addressof(secret), 6)
+    answers["read"] = call(process_vm_readv, child, ctypes.byref(near), 1, ctypes.byref(far), 1, 0)
+    answers["detach"] = call(ptrace, 17, child, 0, 0)
+os.kill(child, signal.SIGKILL)
+answers["status"] = os.waitpid(child, 0)[1]
+print(json.dumps(answers))
+"""
+
+BROWSE = """
+import ctypes, errno, json, os, socket
+libc = ctypes.CDLL("/.corral/lib/libc.so.6", use_errno=True)
+x86 = os.uname().machine == "x86_64"
+clone, mount, setns = (56, 165, 308) if x86 else (220, 40, 268)
+USER, PID, NET, MOUNT = 0x10000000, 0x20000000, 0x40000000, 0x20000
+answers = {}
+def attempt(name, action):
+    try:
+        action()
+        answers[name] = "done"
+    except OSError as error:
+        answers[name] = errno.errorcode.get(error.errno, "?")
+def checked(value):
+    if value < 0:
+        raise OSError(ctypes.get_errno(), "")
+def child():
+    pid = libc.syscall(ctypes.c_long(clone), ctypes.c_long(USER | PID | NET | 17), None, None, None, None)
+    checked(pid)
+    if pid == 0:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+attempt("namespaces of a child", child)
+uid = os.getuid()
+def enter():
+    checked(libc.unshare(USER | NET))
+    open("/proc/self/setgroups", "w").write("deny")
+    open("/proc/self/uid_map", "w").write(f"0 {uid} 1")
+attempt("root of its own", enter)
+attempt("mount namespace", lambda: checked(libc.unshare(MOUNT)))
+attempt("mount", lambda: checked(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None)))
+attempt("enter the guest's", lambda: checked(libc.syscall(setns, os.open("/proc/1/ns/user", os.O_RDONLY), 0)))
+attempt("netfilter", lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12))
+attempt("iptables", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM).setsockopt(0, 64, bytes(96)))
+attempt("packets", lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 3))
+attempt("device", lambda: os.mknod("/tmp/null", 0o020666, os.makedev(1, 3)))
+attempt("guest memory", lambda: open("/proc/1/mem", "rb"))
+attempt("shadow", lambda: open("/etc/shadow").read())
+attempt("write base", lambda: open("/etc/passwd", "a"))
+attempt("kill guest", lambda: os.kill(1, 9) if GUEST_IS_ANOTHER else checked(-1))
+attempt("chroot", lambda: os.chroot("/proc/self/fdinfo"))
+print(json.dumps(answers))
+"""
+"""Needs `GUEST_IS_ANOTHER` put before it: whether the guest has a uid of its own."""

@@ -80,7 +80,9 @@ class Config:
         made = getattr(importlib.import_module(module), name)(self.state_dir, installation_id=self.installation_id)
         return cast(Runtime, made)
 
-    def spec(self, limits: Limits = LIMITS, unsafe: frozenset[str] = frozenset()) -> InstanceSpec:
+    def spec(
+        self, limits: Limits = LIMITS, unsafe: frozenset[str] = frozenset(), seccomp: str = "default"
+    ) -> InstanceSpec:
         """A new instance: its directory is made as the node makes it."""
         name = secrets.token_hex(8)
         instance_id = f"ins_{name}"
@@ -99,6 +101,7 @@ class Config:
             interpreter=self.interpreter,
             guest_argv=(*self.guest_argv, *options),
             limits=limits,
+            seccomp=seccomp,
             unsafe=unsafe,
         )
 
@@ -211,8 +214,10 @@ class Bench:
                 raise NotApplicable(f"{self.runtime.name} is not usable here: {self._info.reason}")
         return self._info
 
-    def spec(self, limits: Limits = LIMITS, unsafe: frozenset[str] = frozenset()) -> InstanceSpec:
-        spec = self.config.spec(limits, unsafe)
+    def spec(
+        self, limits: Limits = LIMITS, unsafe: frozenset[str] = frozenset(), seccomp: str = "default"
+    ) -> InstanceSpec:
+        spec = self.config.spec(limits, unsafe, seccomp)
         self.made.append(spec)
         return spec
 
@@ -226,9 +231,11 @@ class Bench:
             return Box(self, spec, await self.runtime.create(spec, control))
 
     @contextlib.asynccontextmanager
-    async def box(self, limits: Limits = LIMITS, unsafe: frozenset[str] = frozenset()) -> AsyncIterator[Box]:
+    async def box(
+        self, limits: Limits = LIMITS, unsafe: frozenset[str] = frozenset(), seccomp: str = "default"
+    ) -> AsyncIterator[Box]:
         await self.info()
-        box = await self.create(self.spec(limits, unsafe))
+        box = await self.create(self.spec(limits, unsafe, seccomp))
         try:
             yield box
         finally:
@@ -923,6 +930,37 @@ async def hostile_exec_is_refused_with_one_uid(bench: Bench) -> None:
         answers = (await box.python(attacks.HOSTILE)).json()
         opened = {name: answer for name, answer in answers.items() if answer == "done"}
         assert not opened, opened
+        assert await box.alive()
+
+
+@_check
+async def profile_debug_lets_an_exec_trace_its_own_and_nobody_else(bench: Bench) -> None:
+    async with bench.box(seccomp="debug") as box:
+        traced = (await box.python(attacks.TRACE)).json()
+        wanted = {"attach": 0, "peek": 0, "word": "inside", "read": 6, "detach": 0, "fixed addresses": 0, "status": 9}
+        assert traced == wanted, traced
+        answers = (await box.python(attacks.HOSTILE)).json()
+        opened = {name: answer for name, answer in answers.items() if answer == "done"}
+        if not await bench.host_pids():
+            opened = {name: answer for name, answer in opened.items() if not name.startswith(TOLD_BY_OWN_KERNEL)}
+        assert not opened, opened
+        assert await box.alive()
+    async with bench.box() as box:  # the control
+        refused = (await box.python(attacks.TRACE)).json()
+        assert refused == {"attach": "EPERM", "fixed addresses": "EPERM", "status": 9}, refused
+
+
+@_check
+async def profile_browser_lets_a_program_shut_itself_in_and_opens_nothing_around_it(bench: Bench) -> None:
+    async with bench.box(seccomp="browser") as box:
+        code = f"GUEST_IS_ANOTHER = {not box.instance.same_uid}\n{attacks.BROWSE}"
+        answers = (await box.python(code)).json()
+        opened = {name for name, answer in answers.items() if answer == "done"}
+        if box.instance.guest_uid != 0:
+            opened.discard("shadow")  # with one id whatever is in the base is the exec's
+        assert opened == {"namespaces of a child", "root of its own", "chroot"}, answers
+        traced = (await box.python(attacks.TRACE)).json()
+        assert traced["attach"] == "EPERM", traced
         assert await box.alive()
 
 

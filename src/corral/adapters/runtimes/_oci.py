@@ -244,17 +244,17 @@ class OciRuntime:
     def _filter(self, spec: InstanceSpec) -> tuple[dict[str, Any], dict[str, str]]:
         """(`linux.seccomp`, annotations) of the filter around guest and execs."""
         if self._program.filter == "rules":
-            return seccomp.to_oci("default"), {}
+            return seccomp.to_oci(spec.seccomp), {}
         # The rules beside it stand for what may never be: a program that did not know the annotation would kill the guest at its first
         # call. Compiled by the program itself, the real rules would cost five milliseconds.
-        with open(_instance.filter_file(self._tools, "default"), "rb") as file:
+        with open(_instance.filter_file(self._tools, spec.seccomp), "rb") as file:
             compiled = base64.b64encode(file.read()).decode()
         return {"defaultAction": "SCMP_ACT_KILL_PROCESS"}, {"run.oci.seccomp_bpf_data": compiled}
 
     def _launcher(self, spec: InstanceSpec, control: socket.socket, group: Cgroup) -> _instance.Launcher:
         files = {}
         if "unsafe_no_seccomp" not in spec.unsafe:
-            files[_instance.EXEC_FILTER_FD] = _instance.filter_file(self._tools, "exec")
+            files[_instance.EXEC_FILTER_FD] = _instance.filter_file(self._tools, seccomp.exec_filter(spec.seccomp))
         command = [self._find(), "--root", self._records, *self._program.options]
         command += ["run", "--detach", "--preserve-fds", str(1 + len(files)), "--bundle", spec.directory]
         command += ["--pid-file", f"{spec.directory}/runtime.pid", spec.instance_id]

@@ -34,7 +34,7 @@ from corral.adapters.runtimes import _bwrap as bwrap
 from corral.adapters.runtimes import _instance, _probe
 from corral.domain.limits import MIB, LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups, disk, mounts, nsproc, process, userns
+from corral.linux import cgroups, disk, mounts, nsproc, process, seccomp, userns
 from corral.linux.process import ProcessRef
 from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, InstanceSpec, RuntimeInfo, Stats
 
@@ -215,8 +215,8 @@ class BubblewrapRuntime:
         files = {_instance.STATUS_FD: f"{spec.directory}/status"}
         options = ["--control-fd", str(_instance.CONTROL_FD)]
         if filtered:
-            files[_instance.FILTER_FD] = _instance.filter_file(self._tools, "default")
-            files[_instance.EXEC_FILTER_FD] = _instance.filter_file(self._tools, "exec")
+            files[_instance.FILTER_FD] = _instance.filter_file(self._tools, spec.seccomp)
+            files[_instance.EXEC_FILTER_FD] = _instance.filter_file(self._tools, seccomp.exec_filter(spec.seccomp))
             options += ["--seccomp-exec", f"fd:{_instance.EXEC_FILTER_FD}"]
         if uids != "two":
             options.append("--same-uid")

@@ -157,8 +157,8 @@ def _mounts(spec: InstanceSpec, view: str, modes_from_below: bool) -> list[dict[
         _bind(f"{view}/disk/var_tmp", "/var/tmp", "rw"),  # noqa: S108
     ]
     if modes_from_below:
-        # What the base has at these three places is not ours to say; the others are made by the program, on a tmpfs of ours.
-        places = {"/dev": f"{view}/corral", "/run": f"{view}/corral", "/tmp": f"{view}/disk/var_tmp"}  # noqa: S108
+        # What the base has there is not ours to say. /dev is left: runc makes no devices in one that is bound, and ours has 64 KiB.
+        places = {"/run": f"{view}/corral", "/tmp": f"{view}/disk/var_tmp"}  # noqa: S108
         below = {place: _bind(source, place, "ro") for place, source in places.items()}
         return [part for one in mounts for part in (below.get(one["destination"]), one) if part is not None]
     return mounts
