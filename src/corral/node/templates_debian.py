@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from corral.node.templates_recipe import Recipe
-from corral.node.templates_sealing import PROGRAM_PATH
+from corral.node.templates_sealing import PROGRAM_PATH, resolve_inside
 
 Progress = Callable[[str, float | None], None]
 RANGE = 65536
@@ -62,10 +62,10 @@ def unpack(recipe: Recipe, root: Path, progress: Progress) -> None:
 def packages_of(root: Path) -> dict[str, str]:
     """Name -> version of each package that the tree's own dpkg knows as installed; empty where there is no dpkg."""
     found: dict[str, str] = {}
-    try:
-        status = (root / "var/lib/dpkg/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    path = resolve_inside(root, "/var/lib/dpkg/status")  # of a stranger's tree: no link leads out
+    if path is None or not path.is_file():
         return found
+    status = path.read_text(encoding="utf-8", errors="replace")
     for paragraph in status.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if re.match(r"[A-Z][\w-]*: ", line))
         if {"Package", "Version"} <= fields.keys() and not fields.get("Status", "").startswith("deinstall"):
@@ -128,7 +128,7 @@ def _follow(
     command: list[str], recipe: Recipe, progress: Progress, into: subprocess.Popen[bytes] | None = None
 ) -> None:
     """Run it and tell each of its own lines as progress; the last lines say why it failed."""
-    last: deque[str] = deque(maxlen=6)
+    last: deque[str] = deque(maxlen=60)
     steps = 0
     with subprocess.Popen(
         command,
@@ -145,9 +145,9 @@ def _follow(
                 steps += 1
                 progress(f"template {recipe.name}: {text.removeprefix('I: ')}", min(0.8, 0.05 + 0.07 * steps))
     if process.returncode != 0:
-        # mmdebstrap tells the cause before it tells that it cleans up
-        told = [text for text in last if not text.startswith("I: ")] or list(last)
-        raise OSError(f"mmdebstrap ended with {process.returncode}: {' '.join(told)[-400:]}")
+        # the cause stands among the last lines, before the tool tells that it cleans up
+        told = [text for text in last if "error" in text.lower() or text.startswith(("E:", "W:"))] or list(last)[-6:]
+        raise OSError(f"mmdebstrap ended with {process.returncode}: {' '.join(told)[:800]}")
 
 
 def _apt_download(packages: Sequence[str], root: Path) -> None:
