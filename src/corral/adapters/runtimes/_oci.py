@@ -56,6 +56,10 @@ class Program:
     refuses to start beside v1."""
     user_namespace: bool = True
     """False for programs that have no user namespaces because they have something stronger: guest and execs then share one id."""
+    joins_user_namespace: bool = True
+    """It can start in a user namespace that is there, which belongs to the instance's own ids. One that the program makes belongs to
+    root, and what the kernel counts per owner (watches of files, pending signals, message queues, locked memory) is then one account of
+    all such instances and of the host's root."""
     modes_from_below: bool = True
     """It gives a tmpfs the mode of the directory that it covers, whatever mode is asked for. Where it does not, this costs a little."""
     launch_memory: int = 0
@@ -172,11 +176,11 @@ class OciRuntime:
             try:
                 faults.point("runtime.create.launching")
                 clock.lap("launcher")
-                self._write_configuration(spec, base)
-                faults.point("runtime.create.config")
-                clock.lap("config")
                 tree = self._make_disk(spec, place, namespace)
                 clock.lap("disk")
+                self._write_configuration(spec, base, None if namespace is None else namespace.result())
+                faults.point("runtime.create.config")
+                clock.lap("config")
                 for source, name in ((spec.rootfs, "root"), (spec.interpreter, "corral")):
                     _instance.show(source, place, name, None if namespace is None else namespace.result())
                 faults.point("runtime.create.root")
@@ -225,7 +229,8 @@ class OciRuntime:
             pids=limits.pids + self._program.launch_pids,
         )
 
-    def _write_configuration(self, spec: InstanceSpec, base: int | None) -> None:
+    def _write_configuration(self, spec: InstanceSpec, base: int | None, namespace: int | None) -> None:
+        joined = namespace is not None and self._program.joins_user_namespace
         filtered = "unsafe_no_seccomp" not in spec.unsafe
         around, annotations = self._filter(spec) if filtered else (None, {})
         configuration = oci.configuration(
@@ -238,6 +243,7 @@ class OciRuntime:
             seccomp=around,
             annotations=annotations,
             modes_from_below=self._program.modes_from_below,
+            user_namespace=f"/proc/{os.getpid()}/fd/{namespace}" if joined else None,
         )
         _instance.write_json(f"{spec.directory}/config.json", configuration)
 

@@ -72,10 +72,12 @@ def configuration(
     seccomp: dict[str, Any] | None,
     annotations: dict[str, str] | None = None,
     modes_from_below: bool = False,
+    user_namespace: str | None = None,
 ) -> dict[str, Any]:
     """The whole `config.json`. `view` holds `root`, `disk` and `corral` (the interpreter) where the runtime sees them; `base_uid` is the first host id of the user namespace, None for none (then one id inside).
     `filter_fd` is where the guest finds the filter for its execs; `seccomp` is the filter around both, None for none.
-    `modes_from_below` is for programs that give a tmpfs the mode of the directory that it covers."""
+    `modes_from_below` is for programs that give a tmpfs the mode of the directory that it covers. `user_namespace` is the path of one to
+    join, with this very map; None to make it."""
     one_uid = base_uid is None
     capabilities = ["CAP_KILL"] if one_uid else list(GUEST_CAPABILITIES)
     linux: dict[str, Any] = {
@@ -87,7 +89,7 @@ def configuration(
     }
     if not one_uid:
         mapping = [{"containerID": 0, "hostID": base_uid, "size": userns.SIZE}]
-        linux["namespaces"].append({"type": "user"})
+        linux["namespaces"].append({"type": "user"} | ({"path": user_namespace} if user_namespace else {}))
         linux["uidMappings"] = linux["gidMappings"] = mapping
     if seccomp is not None:
         linux["seccomp"] = seccomp

@@ -16,6 +16,7 @@ PROGRAM = Program(
     package="runc",
     options=("--rootless", "true"),
     groups="read-only",
+    joins_user_namespace=False,  # before 1.2 it is not root there: https://github.com/opencontainers/runc/pull/4473
     launch_memory=32 * MIB,
     launch_pids=64,
 )
