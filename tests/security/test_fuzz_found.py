@@ -6,16 +6,20 @@ import asyncio
 import io
 import os
 import tarfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corral.channel import ChannelLimits, GuestClient
+from corral.channel import ChannelLimits, Data, Ended, GuestClient
+from corral.channel.answers import unknown_status
 from corral.client import trees
 from corral.errors import CorralError
 from corral.guest import protocol
+from corral.node import transfers
 
+from . import test_hostile_files as hostile_files
 from .test_hostile_guest_channel import FENCE, HELLO, Hostile, attached, ending, event, must_be_lost, reply, status
 
 
@@ -145,3 +149,59 @@ def test_an_archive_of_a_sandbox_that_is_damaged_is_refused_and_leaves_no_descri
         trees.unpack_stream([_archive(*((info, b"") for info in members))], str(tmp_path), "copy")
     assert caught.value.code == "infra_error"
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_lost_guest_leaves_no_task_behind() -> None:
+    before = asyncio.all_tasks()
+    hostile = Hostile()
+    client = await hostile.connect(ChannelLimits(keepalive_s=600))
+    await hostile.send(b"\xff" * 9)
+    await asyncio.wait_for(client.closed.wait(), 20)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+    hostile.close()
+
+
+def _silent(*pieces: bytes) -> Any:
+    """A file program that says this much, and then neither ends nor takes anything."""
+    return hostile_files.saying(*pieces, endless=True)
+
+
+@pytest.mark.parametrize("call", ["stat", "page", "read", "write", "watch"])
+async def test_a_file_program_that_stands_still_is_given_up(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "IDLE_S", 0.3)
+    guest = _silent(hostile_files.line(offset=0, length=9) + b"half") if call == "read" else _silent()
+    error = await hostile_files.refused(getattr(hostile_files, call)(guest), guest)
+    assert "stands still" in error.detail
+    assert guest.killed
+
+
+async def test_a_file_program_that_moves_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes one way keep the other way patient: a long upload answers only at its end."""
+    monkeypatch.setattr(transfers, "IDLE_S", 0.5)
+    guest = hostile_files.saying()
+    ended = asyncio.Event()
+
+    async def attach(exec_id: str) -> AsyncIterator[Any]:
+        await ended.wait()
+        yield Data("stdout", 0, hostile_files.line(size=20, created=True), 0)
+        gone: Any = dict(unknown_status(exec_id)) | {"state": "ended", "started": True, "exit_code": 0}
+        yield Ended(gone)
+
+    async def stdin(exec_id: str, data: bytes, eof: bool = False, *, fence: Any) -> bool:
+        await asyncio.sleep(0.1)
+        if eof:
+            ended.set()
+        return True
+
+    async def blocks() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b"xx"
+
+    monkeypatch.setattr(guest, "attach", attach)
+    monkeypatch.setattr(guest, "stdin", stdin)
+    monkeypatch.setattr(transfers, "gathered", lambda source: source)
+    work = transfers.write(
+        guest, FENCE, "f", blocks(), mode=None, parents=True, overwrite=True, size=None, user="sandbox"
+    )
+    assert (await asyncio.wait_for(work, 20))[1] is True

@@ -165,6 +165,8 @@ class GuestClient:
         for attached in self._attached.values():
             attached.news.set()
         self._attached.clear()
+        for task in self._tasks:
+            task.cancel()
         for taken in self._inputs.values():
             taken.moved.set()
         self.closed.set()

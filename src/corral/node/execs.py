@@ -86,9 +86,14 @@ class Exec:
             await self.meter.begin(alone=len(self.body.execs) == 1)
             self.older = await self.body.members() if self.body.background else frozenset()
             status = await self._start(spec, fence)
-        except BaseException:
+        except BaseException as error:
             self.body.execs.pop(self.exec_id, None)
             self.spool.finish()
+            if not self.done.done():
+                # Somebody may wait for its end already.
+                unknown = CorralError("infra_error", "the start was cut short; whether the program ran is not known")
+                self.done.set_exception(error if isinstance(error, CorralError) else unknown)
+                self.done.exception()
             raise
         self.follow(status)
 

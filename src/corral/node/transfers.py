@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar, cast
 
 from corral.channel import Ended
@@ -31,6 +31,8 @@ PAGE_BYTES = 4 * 1024 * 1024
 BLOCK = 256 * 1024
 SIGN_OF_LIFE_S = 60.0
 """How often the program that watches is told that somebody listens; it ends after several times of that without."""
+IDLE_S = 660.0
+"""Without a byte moved for ten minutes the program ends by itself; a guest that does not let it is given up a little later."""
 ABORT_GRACE_S = 1.0
 """For a write or a move that is given up, whose half copy has to be removed."""
 _PROGRAM = f"{INSIDE}/site/corral/guest/files.pyc"
@@ -75,6 +77,7 @@ class Inside:
         self.status: ExecStatus | None = None
         self._grace_s = grace_s
         self._counted = False
+        self._patience: set[asyncio.Timeout] = set()
         self._spec = {
             "exec_id": self.exec_id,
             "argv": [*PYTHON_ARGV, _PROGRAM, *arguments],
@@ -83,7 +86,7 @@ class Inside:
             "uid": uid,
             "gid": gid,
             "stdin": "open",
-            # No clock: the program ends by itself when the other side does nothing for long.
+            # No clock: it ends by itself when the other side does nothing for long, see `IDLE_S`.
             "timeout_s": None,
             "background": "kill",
         }
@@ -100,9 +103,10 @@ class Inside:
 
     async def output(self) -> AsyncIterator[bytes]:
         """Bytes of stdout to the end; what the program complained about is raised at its end."""
-        source = (await self.body.client()).attach(self.exec_id)
-        async with contextlib.aclosing(cast(Any, source)):
-            async for item in source:
+        source: Any = (await self.body.client()).attach(self.exec_id)
+        async with contextlib.aclosing(source):
+            while (item := await self._in_time(anext(source, None))) is not None:
+                self._moved()
                 if isinstance(item, Ended):
                     self.status = item.status
                 elif item.stream == "stdout":
@@ -110,6 +114,26 @@ class Inside:
                 elif len(self.errors) < LINE:
                     self.errors += item.data
         self.check()
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        """What `work` gives, as long as bytes move one way or the other."""
+        try:
+            async with asyncio.timeout(IDLE_S) as patience:
+                self._patience.add(patience)
+                try:
+                    return await work
+                finally:
+                    self._patience.discard(patience)
+        except TimeoutError:
+            raise CorralError(
+                "infra_error", f"the file transfer inside stands still: no byte in {IDLE_S:.0f} s"
+            ) from None
+
+    def _moved(self) -> None:
+        later = asyncio.get_running_loop().time() + IDLE_S
+        for patience in self._patience:
+            with contextlib.suppress(RuntimeError):  # it is over this very moment
+                patience.reschedule(later)
 
     def check(self) -> None:
         """Raise what the program complained about, unless it ended well."""
@@ -125,7 +149,10 @@ class Inside:
 
     async def give(self, data: bytes | memoryview, eof: bool = False) -> bool:
         """To its standard input; False when it reads no more."""
-        return await (await self.body.client()).stdin(self.exec_id, bytes(data), eof, fence=self.fence)
+        client = await self.body.client()
+        reads = await self._in_time(client.stdin(self.exec_id, bytes(data), eof, fence=self.fence))
+        self._moved()
+        return reads
 
     async def stop(self) -> None:
         """Nothing of it is left. Idempotent."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from corral.adapters.runtimes.fake import FakeGuest
 from corral.domain.fence import Fence
 from corral.domain.limits import Limits
 from corral.errors import CorralError
@@ -380,3 +381,25 @@ async def test_what_a_transfer_uses_after_an_exec_is_not_charged_to_the_next(ben
     body.transfers = 0
     await bench.run(ins, "echo", "alone")
     assert body._base is not None
+
+
+async def test_whoever_ends_an_exec_whose_start_is_refused_meanwhile_hears_of_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ins = await bench.create()
+    asked, refuse = asyncio.Event(), asyncio.Event()
+
+    async def refusing(*values: Any) -> Any:
+        asked.set()
+        await refuse.wait()
+        raise CorralError("conflict", "not today")
+
+    monkeypatch.setattr(FakeGuest, "_exec_operation", refusing)
+    exec_id = fresh("exe")
+    starting = asyncio.create_task(bench.node.start_exec(ins, FENCE, ExecSpec(exec_id, ("true",))))
+    await asyncio.wait_for(asked.wait(), 20)
+    ending = asyncio.create_task(bench.node.end_exec(exec_id, "cancelled"))
+    await asyncio.sleep(0)
+    refuse.set()
+    for outcome in await asyncio.wait_for(asyncio.gather(starting, ending, return_exceptions=True), 20):
+        assert isinstance(outcome, CorralError) and outcome.code == "conflict"
