@@ -6,6 +6,7 @@ import _struct
 import errno
 import fcntl
 import os
+import select
 import time
 
 from corral.guest import kernel, launch, loop, posts, processes, protocol, supervisor
@@ -99,7 +100,11 @@ class Runner:
             job.post is not None and job.post.plans is not None and not job.finished
             for job in self.by_supervisor.values()
         )
-        return posts.fork(plan, self._standard, reusable=self._reusable(plan) and not enough, dumpable=plan.dumpable)
+        return self._supervisor(plan, reusable=self._reusable(plan) and not enough, dumpable=plan.dumpable)
+
+    def _supervisor(self, plan: launch.Plan | None, *, reusable: bool, dumpable: bool) -> Post:
+        namespace = self._defaults.namespaces
+        return posts.fork(plan, self._standard, reusable=reusable, dumpable=dumpable, namespace=namespace)
 
     def _reusable(self, plan: launch.Plan) -> bool:
         # Who has the guest's own uid can reach its supervisor.
@@ -110,7 +115,7 @@ class Runner:
         if not self._defaults.standing or self.idle:
             return
         try:
-            self._keep(posts.fork(None, self._standard, reusable=True, dumpable=self._defaults.dumpable))
+            self._keep(self._supervisor(None, reusable=True, dumpable=self._defaults.dumpable))
         except OSError:
             pass  # the next exec makes its own, or says why it cannot
 
@@ -321,7 +326,8 @@ class Runner:
             return
         kind = news["event"]
         if kind == "started":
-            job.main = news["pid"]
+            # In another namespace its number means nothing here.
+            job.main = 0 if self._defaults.namespaces else news["pid"]
             job.started = True
             job.started_ms = news["at"]
             job.state = "running"
@@ -540,6 +546,27 @@ class Runner:
                     self._watch_sink(job, fd)
         for job in list(self.ending):
             self._read_terminal(job)
+
+    def end_all(self, until: float) -> int:
+        """Where main goes with its supervisor, only that sees how it ended: have each end its exec and tell. -> how many got KILL."""
+        asked = list(self.by_supervisor.values()) if self._defaults.namespaces else []
+        before = sum(job.kill_answer for job in asked)
+        for job in asked:
+            if job.post is not None:
+                job.post.command("K", 0)
+        poller = select.poll()
+        while True:
+            channels = [job.post.channel for job in asked if job.post is not None and job.post.channel is not None]
+            left = until - time.monotonic()
+            if not channels or left <= 0:
+                return sum(job.kill_answer for job in asked) - before
+            for channel in channels:
+                poller.register(channel.fileno(), select.POLLIN)
+            poller.poll(left * 1000)
+            for channel in channels:
+                poller.unregister(channel.fileno())
+            for job in asked:
+                self._hear(job)
 
     def end(self, job: Exec, grace: float, why: str) -> None:
         """Have its supervisor end the whole tree; the answer comes to the kill waiters."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _ctypes
 import _struct
+import errno
+import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,9 +21,11 @@ _CAPABILITY_VERSION_3 = 0x20080522
 PR_SET_DUMPABLE = 4
 PR_SET_SECCOMP = 22
 PR_SET_NO_NEW_PRIVS = 38
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 PR_CAP_AMBIENT = 47
-CAP_KILL, CAP_SETGID, CAP_SETUID = 5, 6, 7
+CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
+CLONE_NEWPID = 0x20000000
+_CLONE = {"x86_64": 56, "aarch64": 220}
 
 
 def _char() -> Any:
@@ -41,7 +45,25 @@ def set_dumpable(on: bool) -> None:
 
 
 def become_subreaper() -> bool:
-    return prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+    """False where the kernel has none for sure; gVisor says yes to the request, does nothing, and does not know the question."""
+    answer: Any = (_char() * 4)()
+    return (
+        prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+        and _call(_prctl, PR_GET_CHILD_SUBREAPER, answer, 0, 0, 0) == 0
+        and any(bytes(answer))
+    )
+
+
+def fork_as_init() -> int:
+    """`fork`, with the child as PID 1 of a pid namespace of its own. Needs CAP_SYS_ADMIN; there must be one thread only."""
+    number = _CLONE.get(os.uname().machine)
+    pid = -1 if number is None else _call(_syscall, number, CLONE_NEWPID | 17, 0, 0, 0, 0)
+    if pid < 0:
+        # Why is not to be had from here; if no process at all can be made, an ordinary fork says so.
+        if os.fork() == 0:
+            os._exit(0)
+        raise OSError(errno.ENOSPC, "no pid namespace can be made")
+    return pid
 
 
 def no_new_privileges() -> None:
@@ -56,6 +78,19 @@ def clear_inheritable() -> None:
     if _call(_capget, header, memory) == 0:
         effective, permitted, _, effective_more, permitted_more, _ = _struct.unpack("=6I", bytes(memory))
         _call(_capset, header, _struct.pack("=6I", effective, permitted, 0, effective_more, permitted_more, 0))
+
+
+def give_up(capability: int) -> None:
+    """For good, and for all children that may gain no privileges."""
+    header = _struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    memory: Any = (_char() * 24)()
+    if _call(_capget, header, memory) == 0:
+        words = list(_struct.unpack("=6I", bytes(memory)))
+        for word in range(3):
+            words[word + 3 * (capability // 32)] &= ~(1 << capability % 32)
+        if _call(_capset, header, _struct.pack("=6I", *words)) == 0:
+            return
+    raise OSError(errno.EPERM, "a capability cannot be given up")
 
 
 def clear_ambient() -> None:

@@ -12,7 +12,7 @@ import gc
 import os
 import time
 
-from corral.guest import kernel, loop, processes, protocol
+from corral.guest import begin, loop, processes, protocol
 from corral.guest.connections import MAX_QUEUED, Connection
 from corral.guest.execs import Runner
 from corral.guest.record import Exec
@@ -27,67 +27,10 @@ FIRST_CONNECTION_S = 15.0
 END_PATIENCE_S = 5.0
 
 
-class Options:
-    """The command line."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        self.instance = ""
-        self.installation = ""
-        self.same_uid = False
-        self.exec_uid = 1000
-        self.exec_gid = 1000
-        self.deadline: float | None = None
-        self.seccomp = "none"
-        self.control_fd = -1
-        self.fifo = False
-        self.unsafe_dumpable = False
-        self.unsafe_no_landlock = False
-        rest = list(arguments)
-        while rest:
-            word = rest.pop(0)
-            if word == "--same-uid":
-                self.same_uid = True
-            elif word == "--control-fifo":
-                self.fifo = True
-            elif word == "--unsafe-dumpable":
-                self.unsafe_dumpable = True
-            elif word == "--unsafe-no-landlock":
-                self.unsafe_no_landlock = True
-            elif not rest:
-                _fail(f"unknown or incomplete option {word}")
-            else:
-                self._take(word, rest.pop(0))
-        if self.control_fd < 0 and not self.fifo:
-            _fail("--control-fd is missing")
-
-    def _take(self, word: str, value: str) -> None:
-        if word == "--instance":
-            self.instance = value
-        elif word == "--installation":
-            self.installation = value
-        elif word == "--exec-uid":
-            self.exec_uid = int(value)
-        elif word == "--exec-gid":
-            self.exec_gid = int(value)
-        elif word == "--deadline":
-            self.deadline = float(value)
-        elif word == "--seccomp-exec":
-            self.seccomp = value
-        elif word == "--control-fd":
-            self.control_fd = int(value)
-        else:
-            _fail(f"unknown option {word}")
-
-
-def _fail(message: str) -> NoReturn:
-    os.write(2, f"corral guest: {message}\n".encode("utf-8", "replace"))
-    os._exit(2)
-
-
 class Guest:
     """The state of PID 1."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: begin.Options) -> None:
         self.options = options
         self.loop = loop.Loop()
         self.begun = time.monotonic()
@@ -119,51 +62,22 @@ class Guest:
             "deadline": (self._deadline, "fenced"),
             "shutdown": (self._shutdown, "fenced"),
         }
-        self.capabilities = self._harden()
-        filter_ = _load_filter(options.seccomp)
+        self.capabilities = begin.harden(options)
+        filter_ = begin.load_filter(options.seccomp)
         confine = options.same_uid and self.capabilities["landlock"] >= 6 and not options.unsafe_no_landlock
         standing = (
-            bool(self.capabilities["change_uid"] and self.capabilities["subreaper"])
+            bool(
+                self.capabilities["change_uid"]
+                and (self.capabilities["subreaper"] or self.capabilities["exec_pid_namespaces"])
+            )
             and not (options.same_uid or options.unsafe_dumpable)
             and options.exec_uid != os.getuid()
         )
-        defaults = Defaults(options.exec_uid, options.exec_gid, filter_, confine, options.unsafe_dumpable, standing)
+        namespaces = bool(self.capabilities["exec_pid_namespaces"])
+        defaults = Defaults(
+            options.exec_uid, options.exec_gid, filter_, confine, options.unsafe_dumpable, standing, namespaces
+        )
         self.runner = Runner(self.loop, defaults, self._changed, self._input_moved)
-
-    def _harden(self) -> dict[str, int]:
-        options = self.options
-        effective = _effective_capabilities()
-        if options.same_uid:
-            # The guest keeps its capability, execs get none: that alone keeps them from tracing it.
-            kernel.clear_ambient()
-        kernel.clear_inheritable()
-        if not options.unsafe_dumpable:
-            kernel.set_dumpable(False)
-        # A background job of a shell ignores SIGINT and SIGQUIT, and so would everything inside: programs begin with the defaults.
-        # 13 and 25 are the interpreter's own and are reset for each exec.
-        for number in range(1, 65):
-            if number not in (13, 25) and _signal.getsignal(number) == _signal.SIG_IGN:
-                _signal.signal(number, _signal.SIG_DFL)
-        # SIGINT has a Python handler, and what has a handler reaches even PID 1.
-        _signal.signal(_signal.SIGINT, _signal.SIG_DFL if os.getpid() == 1 else _signal.SIG_IGN)
-        if os.getpid() != 1:
-            kernel.become_subreaper()
-        try:
-            os.close(os.pidfd_open(os.getpid()))
-            pidfd = 1
-        except OSError:
-            pidfd = 0
-        abi = kernel.landlock_abi()
-        change = effective >> kernel.CAP_SETUID & 1 and effective >> kernel.CAP_SETGID & 1
-        return {
-            # Only Linux itself has Landlock, and there it works: no need to try.
-            "subreaper": int(abi > 0 or processes.subreaper_works()),
-            "pidfd": pidfd,
-            "change_uid": int(bool(change)),
-            "landlock": abi,
-            "same_uid": int(options.same_uid),
-            "pid1": int(os.getpid() == 1),
-        }
 
     # -- loop --------------------------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -291,10 +205,13 @@ class Guest:
         until = time.monotonic() + END_PATIENCE_S
         killed: set[tuple[int, int]] = set()
         if os.getpid() == 1:
-            count = len(processes.descendants(1, set(self.runner.idle)))
+            count = self.runner.end_all(time.monotonic() + END_PATIENCE_S / 2)
+            self._reap()
+            count += len(processes.descendants(1, set(self.runner.idle)))
             done = processes.end_everything(until, self._reap)
             self.wants_standby = True
         else:
+            self.runner.end_all(time.monotonic() + END_PATIENCE_S / 2)
             done = processes.end_tree(os.getpid(), until, killed, self._reap, lambda: set(self.runner.idle))
             count = len(killed)
         self._reap()
@@ -644,38 +561,12 @@ def _fence_of(request: dict[str, Any]) -> tuple[int, int]:
     return fence[0], fence[1]
 
 
-def _effective_capabilities() -> int:
-    try:
-        fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            text = os.read(fd, 16384)
-        finally:
-            os.close(fd)
-        return int(text.split(b"CapEff:", 1)[1].split(None, 1)[0], 16)
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
-def _load_filter(where: str) -> kernel.Filter | None:
-    if where == "none":
-        return None
-    try:
-        fd = int(where[3:]) if where.startswith("fd:") else os.open(where, os.O_RDONLY | os.O_CLOEXEC)
-        program = b""
-        while part := os.read(fd, 65536):
-            program += part
-        os.close(fd)
-        return kernel.Filter(program)
-    except (OSError, ValueError) as error:
-        _fail(f"the seccomp filter cannot be used: {error}")
-
-
 def main(arguments: list[str]) -> NoReturn:
     """Never returns. Exit status: 0 ended by deadline, request or absence of clients; 2 bad command line or filter."""
     try:
-        options = Options(arguments)
+        options = begin.Options(arguments)
     except ValueError as error:
-        _fail(str(error))
+        begin.fail(str(error))
     guest = Guest(options)
     keep = options.control_fd if not options.fifo else 2
     if keep > 3:

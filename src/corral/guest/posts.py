@@ -6,7 +6,7 @@ import _socket
 import _struct
 import os
 
-from corral.guest import launch, supervisor
+from corral.guest import kernel, launch, supervisor
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,17 +63,19 @@ class Post:
         self.channel = self.plans = None
 
 
-def fork(plan: launch.Plan | None, standard: launch.Standard, *, reusable: bool, dumpable: bool) -> Post:
-    """A new supervisor, at work on `plan` or standing by. OSError when there cannot be one."""
+def fork(
+    plan: launch.Plan | None, standard: launch.Standard, *, reusable: bool, dumpable: bool, namespace: bool
+) -> Post:
+    """A new supervisor, at work on `plan` or standing by; with `namespace` as the init of one. OSError when there cannot be one."""
     kind = _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC
     channel, their_channel = _socket.socketpair(_socket.AF_UNIX, kind)
     plans, their_plans = _socket.socketpair(_socket.AF_UNIX, kind) if reusable else (None, None)
     post = Post(0, channel, plans, 0 if plan is None else 1)
     try:
         channel.setblocking(False)
-        post.pid = os.fork()
+        post.pid = kernel.fork_as_init() if namespace else os.fork()
         if post.pid == 0:
-            supervisor.run(plan, their_channel, their_plans, standard, dumpable)
+            supervisor.run(plan, their_channel, their_plans, standard, dumpable, namespace)
     except OSError:
         post.close()
         raise

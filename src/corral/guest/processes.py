@@ -9,7 +9,7 @@ import _signal  # type: ignore[import-not-found]  # `signal` itself would import
 import os
 import time
 
-from corral.guest.kernel import become_subreaper
+from corral.guest.kernel import become_subreaper, fork_as_init
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -137,9 +137,9 @@ def end_tree(
 
 
 def end_everything(until: float, reap: Callable[[], None]) -> bool:
-    """PID 1 only: KILL every other process of the namespace until none is left."""
+    """PID 1 only, of a sandbox or of an exec: KILL every other process of the namespace until none is left."""
     if os.getpid() != 1:
-        raise AssertionError("only PID 1 of a sandbox may do this")
+        raise AssertionError("only PID 1 of a namespace may do this")
     while True:
         try:
             os.kill(-1, SIGKILL)
@@ -153,8 +153,68 @@ def end_everything(until: float, reap: Callable[[], None]) -> bool:
         time.sleep(0.0005)
 
 
+class Subtree:
+    """What is below this process, a subreaper: found by its parents, ended one by one."""
+
+    exact = False
+    """Whether there are no others as soon as this process has no child."""
+
+    def living(self) -> list[Process]:
+        return descendants(os.getpid())
+
+    def signal(self, number: int) -> None:
+        for process in self.living():
+            send(process, number)
+
+    def reaped(self, pid: int, status: int) -> None:
+        pass
+
+    def end(self, until: float, killed: set[tuple[int, int]], reap: Callable[[], None]) -> bool:
+        return end_tree(os.getpid(), until, killed, reap)
+
+
+class Namespace:
+    """What is below this process, the init of a pid namespace of its own: reached as one, and gone with it.
+
+    /proc shows the numbers of the namespace above, so nothing that was read there can be signalled from here.
+    """
+
+    exact = True
+
+    def __init__(self) -> None:
+        if os.getpid() != 1:
+            raise AssertionError("only the init of a namespace may signal all of it")
+        self._killed: set[tuple[int, int]] | None = None
+
+    def living(self) -> list[Process]:
+        return descendants(int(os.readlink("/proc/self")))
+
+    def signal(self, number: int) -> None:
+        try:
+            os.kill(-1, number)
+        except OSError:
+            pass
+
+    def reaped(self, pid: int, status: int) -> None:
+        # While all are being killed nobody else reaps: who comes back from it is counted here.
+        if self._killed is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == SIGKILL:
+            self._killed.add((pid, len(self._killed)))
+
+    def end(self, until: float, killed: set[tuple[int, int]], reap: Callable[[], None]) -> bool:
+        reap()
+        self._killed = killed
+        try:
+            done = end_everything(until, reap)
+            reap()
+            return done
+        finally:
+            self._killed = None
+
+
 def subreaper_works() -> bool:
-    """Whether an orphan comes back to a subreaper (gVisor says yes to the request and does nothing)."""
+    """Whether an orphan comes back to a subreaper. This process becomes one."""
+    if not become_subreaper():
+        return False
     read, write = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -177,3 +237,14 @@ def subreaper_works() -> bool:
     os.close(read)
     os.waitpid(middle, 0)
     return answer == b"1"
+
+
+def namespaces_work() -> bool:
+    """Whether a child can be the init of a pid namespace."""
+    try:
+        pid = fork_as_init()
+    except OSError:
+        return False
+    if pid == 0:
+        os._exit(0 if os.getpid() == 1 else 1)
+    return os.waitpid(pid, 0)[1] == 0

@@ -29,6 +29,7 @@ class Defaults:
         confine_signals: bool,
         dumpable: bool,
         standing: bool,
+        namespaces: bool,
     ) -> None:
         self.uid = uid
         self.gid = gid
@@ -38,6 +39,8 @@ class Defaults:
         self.oom_score_adj = 500
         self.standing = standing
         """Whether supervisors may stand by: execs have another uid and cannot reach them."""
+        self.namespaces = namespaces
+        """Whether each exec has a pid namespace of its own, because its supervisor cannot be a subreaper."""
 
 
 def plan_of(spec: dict[str, Any], defaults: Defaults) -> launch.Plan:

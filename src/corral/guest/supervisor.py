@@ -1,7 +1,7 @@
 """The supervisor of an exec: a forked child of the guest that has main started, sees it end, and can end everything below it.
 
-It is a child subreaper, so whatever main leaves behind (double forks, new sessions) stays below it; it lives until none of that is
-left. After an exec of which nothing is left it may serve another: then a child that will be the next main (`launch.await_plan`) waits
+It is a child subreaper, or the init of a pid namespace of its own where subreapers do nothing, so whatever main leaves behind (double
+forks, new sessions) stays below it; it lives until none of that is left. After an exec of which nothing is left it may serve another: then a child that will be the next main (`launch.await_plan`) waits
 below it. It talks to the guest over one packet socket: packed news out (`started`, `failed`, `exited`, `killed`), short commands in, each with the
 number of the exec that it is for (`K <turn> <grace ms>`, `S <turn> <signal>` to main, `T <turn> <signal>` to all).
 """
@@ -36,20 +36,29 @@ def run(
     plans: _socket.socket | None,
     standard: launch.Standard,
     dumpable: bool,
+    namespace: bool,
 ) -> NoReturn:
     """In the forked child: serve `plan`, then what comes through `plans`. Never returns; status 0 when all was told."""
     status = 70
     try:
-        status = _Supervisor(guest, plans, standard).run(plan, dumpable)
+        below = processes.Namespace() if namespace else processes.Subtree()
+        status = _Supervisor(guest, plans, standard, below).run(plan, dumpable)
     finally:
         os._exit(status)
 
 
 class _Supervisor:
-    def __init__(self, guest: _socket.socket, plans: _socket.socket | None, standard: launch.Standard) -> None:
+    def __init__(
+        self,
+        guest: _socket.socket,
+        plans: _socket.socket | None,
+        standard: launch.Standard,
+        below: processes.Subtree | processes.Namespace,
+    ) -> None:
         self.guest = guest
         self.plans = plans
         self.standard = standard
+        self.below = below
         self.turn = 0
         self.waiting = 0
         self.report = -1
@@ -77,7 +86,11 @@ class _Supervisor:
         _close_others(keep)
         if not dumpable:
             kernel.set_dumpable(False)
-        kernel.become_subreaper()
+        if isinstance(self.below, processes.Namespace):
+            # It was for making the namespace; no exec may ever have it.
+            kernel.give_up(kernel.CAP_SYS_ADMIN)
+        else:
+            kernel.become_subreaper()
         wake, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         _signal.signal(_signal.SIGCHLD, lambda *_: None)
         _signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -103,7 +116,7 @@ class _Supervisor:
                 self._launched()
             elif not self._command():
                 # The guest is gone, and with it the sandbox: nothing may live on without it.
-                processes.end_tree(os.getpid(), time.monotonic() + KILL_PATIENCE_S, self.killed, self._reap)
+                self.below.end(time.monotonic() + KILL_PATIENCE_S, self.killed, self._reap)
                 return 0
             self._reap()
         return 0
@@ -219,6 +232,7 @@ class _Supervisor:
             self.childless = False
             if pid == 0:
                 break
+            self.below.reaped(pid, status)
             if pid == self.main and not self.main_ended:
                 end = status, usage
             elif pid == self.waiting:
@@ -235,9 +249,9 @@ class _Supervisor:
         all_dead = True
         before = len(self.killed)
         if self.background_kill and not self.childless:
-            all_dead = processes.end_tree(os.getpid(), time.monotonic() + KILL_PATIENCE_S, self.killed, self._reap)
+            all_dead = self.below.end(time.monotonic() + KILL_PATIENCE_S, self.killed, self._reap)
         if not self.childless:
-            background = len(processes.descendants(os.getpid()))
+            background = len(self.below.living())
         self.reusable = self.plans is not None and self.childless and not self.commanded
         self._tell(
             {
@@ -277,20 +291,17 @@ class _Supervisor:
             if not self.main_ended:
                 processes.send_child(self.main, number)
         else:
-            for process in processes.descendants(os.getpid()):
-                processes.send(process, number)
+            self.below.signal(number)
         return True
 
     def _kill(self, grace: float) -> None:
         self.commanded = True
-        me = os.getpid()
         before = len(self.killed)
         if grace > 0:
             for number in (processes.SIGTERM, processes.SIGCONT):
-                for process in processes.descendants(me):
-                    processes.send(process, number)
+                self.below.signal(number)
             self._wait_for_none(time.monotonic() + grace)
-        done = processes.end_tree(me, time.monotonic() + KILL_PATIENCE_S, self.killed, self._reap)
+        done = self.below.end(time.monotonic() + KILL_PATIENCE_S, self.killed, self._reap)
         self._reap()
         self._tell({"event": "killed", "killed": len(self.killed) - before, "killed_all": done})
 
@@ -298,7 +309,7 @@ class _Supervisor:
         pause = 0.002
         while time.monotonic() < until:
             self._reap()
-            if self.childless or not processes.descendants(os.getpid()):
+            if self.childless or not (self.below.exact or self.below.living()):
                 return
             # A second, shorter kill cuts the grace short.
             if select.select([self.guest], [], [], min(pause, max(0.0, until - time.monotonic())))[0]:

@@ -1,4 +1,7 @@
-"""Real guests: as an ordinary child, as PID 1 of a namespace with two uids, and as PID 1 with one uid (the five measures)."""
+"""Real guests: as an ordinary child, as PID 1 of a namespace with two uids, as PID 1 with one uid (the five measures), and as under gVisor.
+
+The last talks over two FIFOs, and each of its execs has a pid namespace of its own.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ import pytest
 import corral
 from corral.channel import ChannelLimits, Data, Ended, ExecStatus, GuestClient
 from corral.domain.fence import Fence
+from corral.linux import fifos
 
 SOURCE = Path(corral.__file__).parent
 BOOT = SOURCE / "guest" / "boot.py"
@@ -51,10 +55,18 @@ class RunningGuest:
         self.directory = tempfile.mkdtemp(prefix="corral-guest-")
         os.chmod(self.directory, 0o755)
         self.path = os.path.join(self.directory, "s")
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(self.path)
-        listener.listen(8)
-        uid = OTHER_UID if mode == "pid1" and ROOT else 1000 if mode == "same_uid" else os.getuid()
+        self.fifo = mode == "namespaces"
+        given: tuple[int, ...]
+        if self.fifo:
+            given = fifos.make(self.directory)
+            control = ["--control-fifo", "--exec-pid-namespaces"]
+        else:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(self.path)
+            listener.listen(8)
+            given = (listener.detach(),)
+            control = ["--control-fd", str(given[0])]
+        uid = OTHER_UID if mode in ("pid1", "namespaces") and ROOT else 1000 if mode == "same_uid" else os.getuid()
         command = [
             *prefix,
             OF_THE_SYSTEM if mode == "same_uid" else OWN, "-I", "-S", "-B",
@@ -62,33 +74,37 @@ class RunningGuest:
             "--instance", "ins_test", "--installation", "test",
             "--exec-uid", str(uid), "--exec-gid", str(uid if uid != os.getuid() else os.getgid()),
             "--deadline", "300",  # whatever happens to the test, nothing of it lives on
-            *arguments,
-            "--control-fd", str(listener.fileno()),
+            *arguments, *control,
         ]  # fmt: skip
         self.exec_uid = uid
         self.log = open(os.path.join(self.directory, "log"), "wb")  # noqa: SIM115
         self.begun = time.perf_counter()
         self.process = subprocess.Popen(
             command,
-            pass_fds=[listener.fileno()],
+            pass_fds=() if self.fifo else given,
             start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
+            stdin=given[0] if self.fifo else subprocess.DEVNULL,
+            stdout=given[1] if self.fifo else self.log,
             stderr=self.log,
             env={"PATH": "/usr/bin:/bin"},
         )
-        listener.close()
+        for fd in given:
+            os.close(fd)
         self.clients: list[GuestClient] = []
         self._names = itertools.count()
 
-    async def socket(self) -> socket.socket:
+    async def dial(self) -> socket.socket | fifos.Ends:
+        if self.fifo:
+            return fifos.connect(self.directory)
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, self.path)
         return sock
 
     async def connect(self, *, identify: bool = True, limits: ChannelLimits | None = None) -> GuestClient:
-        client = await GuestClient.connect(self.socket, limits=limits or ChannelLimits(request_s=60, connect_s=60))
+        if self.fifo and self.clients:
+            await self.clients[-1].close()  # a pair of FIFOs has one owner at a time
+        client = await GuestClient.connect(self.dial, limits=limits or ChannelLimits(request_s=60, connect_s=60))
         self.clients.append(client)
         if identify and not client.hello.identified:
             await client.identify("sbx_test", FENCE, now=time.time(), entropy=os.urandom(32))
@@ -153,7 +169,7 @@ def readable_site() -> str:
 def start(mode: str, *arguments: str) -> RunningGuest:
     if mode == "child":
         return RunningGuest(mode, list(arguments), [])
-    if mode == "pid1":
+    if mode in ("pid1", "namespaces"):
         unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         return RunningGuest(mode, list(arguments), unshare if ROOT else [*unshare, "--map-root-user"])
     assert mode == "same_uid"
@@ -178,11 +194,11 @@ def programs_of_the_host() -> list[str]:
     return view
 
 
-MODES = ("child", "pid1", "same_uid")
+MODES = ("child", "pid1", "same_uid", "namespaces")
 
 
 def skip_unless_possible(mode: str) -> None:
-    if mode == "pid1" and not ROOT:
+    if mode in ("pid1", "namespaces") and not ROOT:
         pytest.skip("two uids inside a namespace need root")
     if mode == "same_uid":
         if shutil.which("bwrap") is None or shutil.which("setpriv") is None:
@@ -222,7 +238,7 @@ async def launch() -> AsyncIterator[Callable[..., RunningGuest]]:
 
 @pytest.fixture(params=MODES)
 async def guest(request: pytest.FixtureRequest, launch: Callable[..., RunningGuest]) -> RunningGuest:
-    """A guest in each of the three modes."""
+    """A guest in each of the modes."""
     return launch(request.param)
 
 

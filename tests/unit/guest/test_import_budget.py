@@ -20,7 +20,7 @@ ALLOWED = {
     "_distutils_hack", "__main__", "atexit", "faulthandler", "itertools", "_operator",
     "__future__",
     # the guest
-    "corral", "corral.guest", "corral.guest.connections", "corral.guest.execs", "corral.guest.kernel", "corral.guest.launch",
+    "corral", "corral.guest", "corral.guest.begin", "corral.guest.connections", "corral.guest.execs", "corral.guest.kernel", "corral.guest.launch",
     "corral.guest.loop",
     "corral.guest.main", "corral.guest.posts", "corral.guest.processes", "corral.guest.protocol", "corral.guest.record", "corral.guest.requests",
     "corral.guest.streams", "corral.guest.supervisor",
