@@ -60,6 +60,7 @@ CODES: dict[str, Code] = {
     "quota_exceeded": Code(429, 125, True, "The quota is used up"),
     "runtime_unavailable": Code(503, 125, False, "No runtime can do this here"),
     "template_unavailable": Code(503, 125, False, "The template cannot be built here"),
+    "template_in_use": Code(409, 125, False, "A sandbox uses the template"),
     "node_unavailable": Code(503, 125, True, "The node does not answer"),
     "guest_lost": Code(503, 125, False, "The program inside the sandbox does not answer"),
     "shutting_down": Code(503, 125, True, "The service is stopping"),

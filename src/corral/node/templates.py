@@ -1,27 +1,32 @@
 """Templates: recipe (YAML, from the operator) -> immutable, content-addressed base tree under STATE/base.
 
-Two kinds. `frozen`: an allow-list of the host's programs, each with its links, its interpreter and every library that the
-loader names, plus globs of data, copied once; /etc is generated, nothing of the host's /etc, /home or /root comes along.
-`debian`: packages unpacked by mmdebstrap (`extract`: no maintainer script runs), or by apt and dpkg alone for an ordinary
-user without a subordinate id range.
+Recipes are the shipped ones and what the operator added under STATE/templates; no caller can name anything else. Four kinds:
+`frozen`, an allow-list of the host's programs copied once with what they load; `debian`, the distribution's packages; `archive`, a
+tar of a root file system; `oci`, an image layout. One module each (`templates_*`).
 
-A base is named by the digest of its content (paths, kinds, modes, bytes), is complete or absent (built aside, then renamed),
-and stays what it is when the host is upgraded; `refresh` builds a new one. A build fails when a file looks like a
-credential (A4). Every base has the directories that runtimes mount over, and `sandbox` (1000) in /etc/passwd.
+A base is named by the digest of its content (paths, kinds, modes, bytes), is complete or absent (built aside, then renamed), and is
+never changed: `refresh`, or another recipe of the same name, makes a new one beside it, and sandboxes keep theirs. A build fails when
+a file looks like a credential (A4). Every base has the directories that runtimes mount over, and `sandbox` (1000) in /etc/passwd.
+
+STATE/base holds per template NAME.json (which base it has), per base a directory and DIGEST.about.json (what is known of it; its
+time is when the base was last some template's), and `.build-*` while something is made or removed, under `.lock`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +34,15 @@ from typing import Any
 from corral.errors import CorralError
 from corral.node import templates_debian
 from corral.node.templates_frozen import freeze
-from corral.node.templates_recipe import Recipe, parse
+from corral.node.templates_images import unpack_archive, unpack_image
+from corral.node.templates_recipe import NAME, Recipe, parse
 from corral.node.templates_sealing import find_program, furnish, seal
+from corral.node.templates_unpacking import Caps
 
+Json = dict[str, Any]
 Progress = Callable[[str, float | None], None]
+UNUSED_S = 24 * 3600.0
+"""How long a base that no template has any more is kept."""
 
 
 @dataclass(frozen=True)
@@ -46,69 +56,188 @@ class Template:
 
 
 class Templates:
-    """The operator's recipes of `recipes` (a directory of YAML files) and their bases under `state_dir`."""
+    """The operator's recipes (the directory `recipes`, and STATE/templates) and their bases under `state_dir`."""
 
-    def __init__(self, state_dir: str | os.PathLike[str], recipes: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, state_dir: str | os.PathLike[str], recipes: str | os.PathLike[str], caps: Caps | None = None
+    ) -> None:
         self._state = Path(state_dir)
-        self._recipes = Path(recipes)
+        self._store = self._state / "base"
+        self._places = (Path(recipes), self._state / "templates")
+        self._caps = caps or Caps()
         self._building = threading.Lock()
+        self._guard = threading.Lock()
+        self._held: Counter[str] = Counter()
+        self._parsed: dict[Path, tuple[tuple[int, int], Recipe]] = {}
 
+    # -- recipes -------------------------------------------------------------------------------------------------------------------
     def names(self) -> list[str]:
         """Known template names."""
-        return sorted(p.stem for p in self._recipes.glob("*.yaml"))
+        return sorted({path.stem for place in self._places for path in place.glob("*.yaml")})
 
+    def recipe(self, name: str) -> Recipe:
+        """The recipe of a name; `not_found` with the known names."""
+        if NAME.fullmatch(name):
+            for path in (place / f"{name}.yaml" for place in self._places):
+                with contextlib.suppress(FileNotFoundError):
+                    return self._read(path)
+        known = ", ".join(self.names())
+        raise CorralError(
+            "not_found", f"there is no template {name!r}", hint=f"known templates: {known}", field="/template"
+        )
+
+    def _read(self, path: Path) -> Recipe:
+        info = path.stat()
+        stamp = (info.st_mtime_ns, info.st_size)
+        known = self._parsed.get(path)
+        if known is None or known[0] != stamp:
+            known = self._parsed[path] = (stamp, load(path))
+            if known[1].name != path.stem:
+                raise CorralError("invalid_value", f"template recipe {path.name}: its name is {known[1].name}")
+        return known[1]
+
+    def add(self, recipe: Recipe) -> None:
+        """Make a recipe of the operator known, in place of an earlier one; `already_exists` for a shipped name."""
+        import yaml
+
+        if (self._places[0] / f"{recipe.name}.yaml").exists():
+            raise CorralError(
+                "already_exists", f"the template {recipe.name} is shipped", hint="give the recipe another name"
+            )
+        place = self._places[1]
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        text = yaml.safe_dump(recipe.document(), allow_unicode=True, sort_keys=False)
+        _replace(place / f"{recipe.name}.yaml", text)
+
+    # -- what there is -------------------------------------------------------------------------------------------------------------
     def built(self, name: str) -> Template | None:
         """The base of a template if it is there; does no work."""
-        try:
-            record = json.loads((self._state / "base" / f"{name}.json").read_bytes())
-            template = Template(name, record["digest"], record["path"], tuple(record["languages"]))
-        except (OSError, ValueError, KeyError):
+        record = self._record(name)
+        if record is None or not os.path.isdir(record["path"]):
             return None
-        return template if os.path.isdir(template.path) else None
+        return Template(name, record["digest"], record["path"], tuple(record["languages"]))
 
-    def describe(self) -> list[dict[str, Any]]:
-        """`{"name","digest","available","reason","languages","description"}` per template; builds nothing."""
-        answer = []
-        for name in self.names():
-            recipe, built = self._recipe(name), self.built(name)
-            reason = None if built else self._cannot_build(recipe)
-            languages = list(built.languages) if built else sorted(recipe.languages)
-            answer.append(
-                {
-                    "name": name,
-                    "digest": built.digest if built else None,
-                    "available": built is not None or reason is None,
-                    "reason": reason,
-                    "languages": languages,
-                    "description": recipe.description,
-                }
-            )
-        return answer
+    def _record(self, name: str) -> Json | None:
+        try:
+            record: Json = json.loads((self._store / f"{name}.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return record if {"digest", "path", "languages"} <= record.keys() else None
 
-    async def ensure(self, name: str, progress: Progress | None = None, *, refresh: bool = False) -> Template:
-        """The base, built on first use. `not_found` for an unknown name, `template_unavailable` when it cannot be built."""
-        if not refresh and (built := self.built(name)) is not None:
+    def describe(self) -> list[Json]:
+        """`{"name","digest","available","reason","languages","description"...}` per template; builds nothing."""
+        return [self._summary(name) for name in self.names()]
+
+    def _summary(self, name: str) -> Json:
+        try:
+            recipe, reason = self.recipe(name), None
+        except CorralError as error:  # one bad file is told of, and hides no other
+            recipe, reason = Recipe(name, "frozen", "a recipe that cannot be read"), error.detail
+        built = self.built(name)
+        if built is None:
+            reason = reason or self._cannot_build(recipe)
+        return {
+            "name": name,
+            "digest": built.digest if built else None,
+            "available": built is not None or reason is None,
+            "reason": None if built else reason,
+            "languages": sorted(built.languages if built else recipe.languages),
+            "description": recipe.description,
+            "kind": recipe.kind,
+            "skills": list(recipe.skills),
+        }
+
+    def show(self, name: str) -> Json:
+        """Everything that is known of one template; `not_found`. Members that only a built base has are null before."""
+        recipe, built = self.recipe(name), self.built(name)
+        about = self._about(built.path) if built else {}
+        document = recipe.document()
+        return {
+            **self._summary(name),
+            "path": built.path if built else None,
+            **{fact: about.get(fact) for fact in ("size_bytes", "files", "built_at", "build_s", "packages", "image")},
+            "recipe": document,
+            **{word: document.get(word) for word in ("start", "ready", "health", "stop_signal")},
+        }
+
+    def disk_use(self, keep: frozenset[str]) -> Json:
+        """Of all bases: count and bytes, and how much of it no template has and no digest of `keep` needs."""
+        used = {record["digest"] for name in self.names() if (record := self._record(name))} | keep
+        bases = {path: self._about(str(path)) for path in self._bases()}
+        unused = [about for about in bases.values() if about.get("digest") not in used]
+        return {
+            "count": len(bases),
+            "size_bytes": sum(about.get("size_bytes") or 0 for about in bases.values()),
+            "unused": len(unused),
+            "unused_bytes": sum(about.get("size_bytes") or 0 for about in unused),
+        }
+
+    def _bases(self) -> list[Path]:
+        return [path for path in self._store.glob("*") if len(path.name) == 24 and path.is_dir()]
+
+    def _about(self, path: str) -> Json:
+        """What is known of a base; what an earlier version did not note is found by looking, once."""
+        note = Path(f"{path}.about.json")
+        with contextlib.suppress(OSError, ValueError):
+            about: Json = json.loads(note.read_bytes())
+            return about
+        records = [record for name in self.names() if (record := self._record(name))]
+        digest = next((record["digest"] for record in records if record["path"] == path), None)
+        files, size = _measure(path)
+        about = {"digest": digest, "files": files, "size_bytes": size}
+        if digest is not None and note.parent == self._store:
+            _replace(note, json.dumps(about))
+        return about
+
+    # -- building ------------------------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """While somebody makes a sandbox of this template it is not removed."""
+        with self._guard:
+            self._held[name] += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._held[name] -= 1
+
+    async def ensure(
+        self, name: str, progress: Progress | None = None, *, refresh: bool = False, current: bool = False
+    ) -> Template:
+        """The base, built on first use; with `current` also when it was made by another recipe, with `refresh` always.
+
+        `not_found` for an unknown name, `template_unavailable` when it cannot be built, and then nothing of it is left.
+        """
+        if not (refresh or current) and (built := self.built(name)) is not None:
             return built
-        return await asyncio.to_thread(self._ensure, name, progress, refresh)
+        return await asyncio.to_thread(self._ensure, name, progress, refresh, current)
 
-    def _ensure(self, name: str, progress: Progress | None, refresh: bool) -> Template:
-        recipe = self._recipe(name)
+    def _there(self, recipe: Recipe, current: bool) -> Template | None:
+        built, record = self.built(recipe.name), self._record(recipe.name) or {}
+        if built is not None and current and record.get("recipe") not in (None, _digest_of(recipe)):
+            return None
+        return built
+
+    def _ensure(self, name: str, progress: Progress | None, refresh: bool, current: bool) -> Template:
+        recipe = self.recipe(name)
+        began = time.time()
+        if not refresh and (built := self._there(recipe, current)) is not None:
+            return built
         if reason := self._cannot_build(recipe):
             raise CorralError("template_unavailable", f"template {name}: {reason}", hint="see `corral template ls`")
-        store = self._state / "base"
-        store.mkdir(parents=True, exist_ok=True)
-        store.chmod(0o755)
-        with self._building, open(store / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not refresh and (built := self.built(name)) is not None:
+        self._store.mkdir(parents=True, exist_ok=True)
+        self._store.chmod(0o755)
+        with self._building, self._locked():
+            record = self._record(name) or {}
+            while_we_waited = record.get("built_at", 0) >= began
+            if (not refresh or while_we_waited) and (built := self._there(recipe, current)) is not None:
                 return built
-            for stale in store.glob(".build-*"):
-                _remove(stale)
-            work = Path(tempfile.mkdtemp(prefix=".build-", dir=store))
+            self._remove_unfinished()
+            work = Path(tempfile.mkdtemp(prefix=".build-", dir=self._store))
             root = work / "root"
             root.mkdir()
             try:
-                return self._build(name, recipe, root, progress or (lambda _text, _part: None))
+                return self._build(recipe, root, progress or (lambda _text, _part: None), began)
             except (OSError, subprocess.SubprocessError) as error:
                 raise CorralError(
                     "template_unavailable",
@@ -118,41 +247,178 @@ class Templates:
             finally:
                 _remove(work)
 
-    def _build(self, name: str, recipe: Recipe, root: Path, progress: Progress) -> Template:
+    def _build(self, recipe: Recipe, root: Path, progress: Progress, began: float) -> Template:
+        name = recipe.name
+        about: Json = {}
         if recipe.kind == "frozen":
             freeze(recipe, root, progress)
-        else:
+        elif recipe.kind == "debian":
             templates_debian.unpack(recipe, root, progress)
+        elif recipe.kind == "archive":
+            about = unpack_archive(recipe, root, progress, self._caps)
+        else:
+            about = unpack_image(recipe, root, progress, self._caps)
         furnish(root)
         progress(f"template {name}: checking", 0.9)
         sealed = seal(name, root)
-        digest = sealed.digest
-        final = self._state / "base" / digest.removeprefix("sha256:")[:24]
-        if not final.exists():
-            root.chmod(0o755)
-            os.rename(root, final)
-        languages = tuple(sorted(lang for lang, tool in recipe.languages.items() if find_program(final, tool)))
-        record = {"digest": digest, "path": str(final), "languages": languages}
-        temporary = self._state / "base" / f".{name}.json.new"
-        temporary.write_text(json.dumps(record))
-        os.replace(temporary, self._state / "base" / f"{name}.json")
+        languages = tuple(sorted(lang for lang, tool in recipe.languages.items() if find_program(root, tool)))
+        about |= {
+            "digest": sealed.digest,
+            "files": sealed.files,
+            "size_bytes": sealed.size_bytes,
+            "packages": templates_debian.packages_of(root),
+            "built_at": time.time(),
+            "build_s": round(time.time() - began, 1),
+        }
+        final = self._store / sealed.digest.removeprefix("sha256:")[:24]
+        record = {
+            "digest": sealed.digest,
+            "path": str(final),
+            "languages": languages,
+            "recipe": _digest_of(recipe),
+            "built_at": about["built_at"],
+        }
+        with self._guard:
+            before = self.built(name)
+            _replace(Path(f"{final}.about.json"), json.dumps(about, ensure_ascii=False))
+            if not final.exists():
+                root.chmod(0o755)
+                os.rename(root, final)
+            _replace(self._store / f"{name}.json", json.dumps(record))
+            if before is not None and before.path != str(final):
+                self._superseded(before.path)
         progress(f"template {name}: ready", 1.0)
-        return Template(name, digest, str(final), languages)
-
-    def _recipe(self, name: str) -> Recipe:
-        import yaml  # costs 50 ms, needed for building and listing only
-
-        path = self._recipes / f"{name}.yaml"
-        if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name) or not path.is_file():
-            known = ", ".join(self.names())
-            raise CorralError(
-                "not_found", f"there is no template {name!r}", hint=f"known templates: {known}", field="/template"
-            )
-        return parse(yaml.safe_load(path.read_text(encoding="utf-8")), path.name)
+        return Template(name, sealed.digest, str(final), languages)
 
     @staticmethod
     def _cannot_build(recipe: Recipe) -> str | None:
-        return templates_debian.cannot_build(recipe) if recipe.kind == "debian" else None
+        if recipe.kind == "debian":
+            return templates_debian.cannot_build(recipe)
+        source = recipe.archive if recipe.kind == "archive" else recipe.image
+        if source is not None and not os.path.exists(source):
+            return f"{source} is not there"
+        return None
+
+    # -- removing ------------------------------------------------------------------------------------------------------------------
+    def remove(self, name: str, in_use: frozenset[str]) -> Json:
+        """Forget the base, and the recipe if it is the operator's own; -> `{"name","digest","freed_bytes"}`.
+
+        `template_in_use` while a sandbox is made of it or one of `in_use`, digests, is its base. A base that another template has too
+        stays.
+        """
+        self.recipe(name)
+        with self._building, self._locked():
+            built = self.built(name)
+            with self._guard:
+                if self._held[name] or (built is not None and built.digest in in_use):
+                    raise CorralError(
+                        "template_in_use", f"a sandbox uses the template {name}", hint="remove the sandbox first"
+                    )
+                (self._store / f"{name}.json").unlink(missing_ok=True)
+                (self._places[1] / f"{name}.yaml").unlink(missing_ok=True)
+            if built is None:
+                return {"name": name, "digest": None, "freed_bytes": 0}
+            shared = any((self._record(other) or {}).get("digest") == built.digest for other in self.names())
+            mine = Path(built.path).parent == self._store
+            freed = self._about(built.path).get("size_bytes") if mine and not shared else 0
+            if mine and not shared:
+                self._remove_base(Path(built.path))
+            return {"name": name, "digest": built.digest, "freed_bytes": freed}
+
+    def sweep(self, keep: frozenset[str], age_s: float = UNUSED_S) -> dict[str, int]:
+        """Remove what killed builds left and, after `age_s`, bases that no template has and no digest of `keep` needs; -> counts."""
+        counts = {"template_build": 0, "base": 0}
+        if not self._store.is_dir():
+            return counts
+        with contextlib.suppress(BlockingIOError), self._locked(wait=False):
+            counts["template_build"] = self._remove_unfinished()
+            for path in self._bases():
+                with self._guard:
+                    used = {record["path"] for name in self.names() if (record := self._record(name))}
+                    note = Path(f"{path}.about.json")
+                    since = (note if note.exists() else path).stat().st_mtime
+                    if str(path) in used or time.time() - since < age_s:
+                        continue
+                    if self._about(str(path)).get("digest") in keep or _digest_prefix(path.name, keep):
+                        continue
+                    self._remove_base(path)
+                counts["base"] += 1
+        return counts
+
+    def unfinished(self) -> list[Path]:
+        """What killed builds left; empty while one is under way."""
+        if not self._store.is_dir():
+            return []
+        with contextlib.suppress(BlockingIOError, OSError), self._locked(wait=False):
+            return sorted(self._store.glob(".build-*"))
+        return []
+
+    def remove_unfinished(self) -> int:
+        """Remove what killed builds left, unless a build is under way; -> how many."""
+        if not self._store.is_dir():
+            return 0
+        with contextlib.suppress(BlockingIOError), self._locked(wait=False):
+            return self._remove_unfinished()
+        return 0
+
+    def _remove_unfinished(self) -> int:
+        stale = list(self._store.glob(".build-*"))
+        for path in stale:
+            _remove(path)
+        return len(stale)
+
+    def _remove_base(self, path: Path) -> None:
+        # Renamed first: half a tree must never lie under the name of a whole one.
+        aside = Path(tempfile.mkdtemp(prefix=".build-", dir=self._store))
+        os.rename(path, aside / "root")
+        Path(f"{path}.about.json").unlink(missing_ok=True)
+        _remove(aside)
+
+    def _superseded(self, path: str) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(f"{path}.about.json")
+
+    @contextlib.contextmanager
+    def _locked(self, *, wait: bool = True) -> Iterator[None]:
+        with open(self._store / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            yield
+
+
+def load(path: str | os.PathLike[str]) -> Recipe:
+    """The recipe in a YAML file; `invalid_value` names what is wrong with it."""
+    import yaml  # costs 50 ms, needed for building and listing only
+
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        told = " ".join(str(error).split())[:300]
+        raise CorralError("invalid_value", f"template recipe {path}: {told}", hint="mend the recipe") from None
+    return parse(document, Path(path).name)
+
+
+def _digest_of(recipe: Recipe) -> str:
+    return hashlib.sha256(json.dumps(recipe.document(), sort_keys=True).encode()).hexdigest()
+
+
+def _digest_prefix(name: str, digests: frozenset[str]) -> bool:
+    return any(digest.removeprefix("sha256:").startswith(name) for digest in digests)
+
+
+def _measure(path: str) -> tuple[int, int]:
+    files = size = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            info = os.lstat(os.path.join(directory, name))
+            files += 1
+            size += info.st_size
+    return files, size
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)
 
 
 def _remove(path: Path) -> None:

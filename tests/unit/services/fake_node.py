@@ -70,6 +70,10 @@ class FakeNode:
         self.create_error: CorralError | None = None
         self.usable = True
         self.more_templates: list[dict[str, Any]] = []
+        self.builds: list[tuple[str, bool]] = []
+        self.build_gate: asyncio.Event | None = None
+        self.build_error: CorralError | None = None
+        self.kept: frozenset[str] = frozenset()
         self.there: set[str] = set()
         """Paths that `stat_file` finds in every instance."""
 
@@ -90,6 +94,33 @@ class FakeNode:
 
     async def ensure_template(self, template: str, progress: Any = None) -> str:
         return "sha256:" + "0" * 64
+
+    async def template(self, name: str) -> dict[str, Any]:
+        for known in await self.templates():
+            if known["name"] == name:
+                return {**known, "path": f"/base/{name}", "size_bytes": 1, "packages": {}}
+        raise CorralError("not_found", f"there is no template {name!r}")
+
+    async def build_template(self, name: str, progress: Any = None, *, refresh: bool = False) -> str:
+        self.builds.append((name, refresh))
+        if self.build_gate is not None:
+            if progress is not None:
+                progress("fetching", 0.5)
+            await self.build_gate.wait()
+        if self.build_error is not None:
+            raise self.build_error
+        return "sha256:" + "0" * 64
+
+    async def remove_template(self, name: str, keep: frozenset[str]) -> dict[str, Any]:
+        self.kept = keep
+        return {"name": name, "digest": "sha256:0", "freed_bytes": 1}
+
+    async def sweep_templates(self, keep: frozenset[str]) -> dict[str, int]:
+        self.kept = keep
+        return {"template_build": 0, "base": 1}
+
+    async def bases(self, keep: frozenset[str]) -> dict[str, Any]:
+        return {"count": 1, "size_bytes": 1, "unused": 0, "unused_bytes": 0}
 
     async def create(self, request: CreateInstance, progress: Any = None) -> InstanceReport:
         self.creates.append(request.instance_id)
