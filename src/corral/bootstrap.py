@@ -390,13 +390,22 @@ def trial_node(
     settings: config.Config,
     installation_id: str,
     name: str,
-    templates: Any,
+    base: str,
     around: Callable[[Any], Any],
 ) -> Node:
-    """A node with one runtime, as `around` wraps it, and templates of the caller's: for `corral certify`, on a state of its own."""
+    """A node with one runtime, as `around` wraps it, whose every template is the tree `base`: for `corral certify`."""
     from corral.node.service import LocalNode
+    from corral.node.templates import Template, Templates
+
+    class OneBase(Templates):
+        async def ensure(self, name: str, *_: Any, **__: Any) -> Template:
+            return Template(name, "sha256:trial", base, ())
+
+        def describe(self) -> list[dict[str, Any]]:
+            return []
 
     runtime = around(_runtime(name, settings, installation_id))
+    templates = OneBase(settings.state_dir, settings.templates)
     return LocalNode(settings.state_dir, {name: runtime}, templates, node_id="trial", installation_id=installation_id)
 
 

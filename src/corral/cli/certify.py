@@ -79,13 +79,13 @@ def _table(attacks: list[words.Json], verbose: bool) -> None:
 
     rows = []
     for attack in attacks:
-        told = {"group": attack["group"], "attack": attack["name"], "verdict": page.words_of(attack).strip("*")}
+        told = {"group": attack["group"], "attack": attack["name"], "verdict": page.words_of(attack)}
         rows.append(
             {**told, "style": STYLES[attack["verdict"]], "seen": attack["evidence"], "control": attack["control"]}
         )
         if verbose and len(attack["ways"]) > 1:
             for way in attack["ways"]:
-                word = page.WORDS[way["verdict"]].strip("*")
+                word = page.WORDS[way["verdict"]]
                 rows.append({"attack": f"  {way['way']}", "verdict": word, "style": STYLES[way["verdict"]], "seen": way["attack"], "control": way["control"]})  # fmt: skip
     columns = ("group", "attack", "verdict", "seen", *(("control",) if verbose else ()))
     terminal.table(rows, columns, empty="nothing was tried", style="style")

@@ -96,10 +96,10 @@ async def _certify(
     installation = f"cert{secrets.token_hex(6)}"
     trial = dataclasses.replace(settings, state_dir=str(state), runtimes=(name,))
 
-    def compose(_: str, templates: Any, around: Callable[[Runtime], Runtime]) -> Node:
+    def compose(base: Path, around: Callable[[Runtime], Runtime]) -> Node:
         from corral import bootstrap
 
-        return bootstrap.trial_node(trial, installation, name, templates, around)
+        return bootstrap.trial_node(trial, installation, name, str(base), around)
 
     findings: list[Finding] = []
     living = 0

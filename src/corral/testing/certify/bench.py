@@ -92,36 +92,20 @@ class Stage(_Around):
         return await self.inner.create(spec, control)
 
 
-@dataclass(frozen=True)
-class _Base:
-    name: str
-    digest: str
-    path: str
-    languages: tuple[str, ...] = ()
-
-
-class OneBase:
-    """Every template is this tree: nothing but directories, names of users, and a set-uid program as a trap."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        names = ".corral bin dev etc home/sandbox proc root run/user/1000 sys tmp usr/bin var/tmp workspace"
-        for name in names.split():
-            (path / name).mkdir(parents=True, exist_ok=True)
-        for place in (path, *path.rglob("*")):
-            place.chmod(0o755)
-        (path / "bin/raised").write_bytes(who_am_i())
-        (path / "bin/raised").chmod(0o6755)
-        (path / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nsandbox:x:1000:1000::/home/sandbox:/bin/sh\n")
-        (path / "etc/group").write_text("root:x:0:\nsandbox:x:1000:\n")
-        (path / "etc/shadow").write_text("root:*:1:0:99999:7:::\n")
-        (path / "etc/shadow").chmod(0o600)
-
-    async def ensure(self, name: str, progress: Any = None) -> _Base:
-        return _Base(name, "sha256:certify", str(self.path))
-
-    def describe(self) -> list[dict[str, Any]]:
-        return []
+def make_base(path: Path) -> Path:
+    """A root file system of nothing but directories, names of users, and a set-uid program as a trap: programs are projected."""
+    names = ".corral bin dev etc home/sandbox proc root run/user/1000 sys tmp usr/bin var/tmp workspace"
+    for name in names.split():
+        (path / name).mkdir(parents=True, exist_ok=True)
+    for place in (path, *path.rglob("*")):
+        place.chmod(0o755)
+    (path / "bin/raised").write_bytes(who_am_i())
+    (path / "bin/raised").chmod(0o6755)
+    (path / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nsandbox:x:1000:1000::/home/sandbox:/bin/sh\n")
+    (path / "etc/group").write_text("root:x:0:\nsandbox:x:1000:\n")
+    (path / "etc/shadow").write_text("root:*:1:0:99999:7:::\n")
+    (path / "etc/shadow").chmod(0o600)
+    return path
 
 
 @dataclass(frozen=True)
@@ -201,7 +185,7 @@ class Bench:
 
     def __init__(
         self,
-        compose: Callable[[str, Any, Callable[[Runtime], Runtime]], Node],
+        compose: Callable[[Path, Callable[[Runtime], Runtime]], Node],
         state: Path,
         installation: str,
         unsafe: frozenset[str],
@@ -209,9 +193,8 @@ class Bench:
         self.state = state
         self.installation = installation
         self.unsafe = unsafe
-        self.base = OneBase(state / "base-of-trial")
         self._stages: list[Stage] = []
-        self.node = compose(str(state), self.base, self._wrap)
+        self.node = compose(make_base(state / "trial"), self._wrap)
         self._shared: dict[str, Box] = {}
         self._memo: dict[str, Any] = {}
         self._lock = asyncio.Lock()

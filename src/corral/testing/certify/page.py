@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Json = Mapping[str, Any]
-WORDS = {"held": "held", "failed": "**failed**", "not_provable": "not provable here"}
+WORDS = {"held": "held", "failed": "failed", "not_provable": "not provable here"}
 
 
 def words_of(attack: Json) -> str:
@@ -60,7 +60,8 @@ def markdown(documents: Sequence[Json]) -> str:
             lines += [f"Defences switched off: {', '.join(runtime['unsafe'])}.", ""]
         lines += ["| group | attack | verdict | seen | control |", "|---|---|---|---|---|"]
         for attack in runtime["attacks"]:
-            cells = (attack["group"], attack["name"], words_of(attack), attack["evidence"], attack["control"])
+            word = f"**{words_of(attack)}**" if attack["verdict"] == "failed" else words_of(attack)
+            cells = (attack["group"], attack["name"], word, attack["evidence"], attack["control"])
             lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
