@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import io
 import json
@@ -22,6 +23,7 @@ from typing import Any
 
 from corral.adapters.runtimes.bubblewrap import BubblewrapRuntime
 from corral.adapters.runtimes.crun import CrunRuntime
+from corral.adapters.runtimes.runc import RuncRuntime
 from corral.channel import client as channel
 from corral.channel.answers import ChannelLimits
 from corral.domain.fence import Fence
@@ -37,7 +39,7 @@ from corral.testing.runtimes import _Around
 
 FENCE = Fence(1, 1)
 SMALL = Limits(memory_bytes=192 * MIB, disk_bytes=48 * MIB, inodes=2000, tmp_bytes=8 * MIB, pids=64, wall_s=30)
-ADAPTERS: dict[str, Any] = {"bubblewrap": BubblewrapRuntime, "crun": CrunRuntime}
+ADAPTERS: dict[str, Any] = {"bubblewrap": BubblewrapRuntime, "crun": CrunRuntime, "runc": RuncRuntime}
 
 WITHOUT_CAPABILITY = """
 import ctypes, os, struct, sys
@@ -62,6 +64,9 @@ class OneTemplate:
 
     def describe(self) -> list[dict[str, Any]]:
         return []
+
+    def hold(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class OtherGuests(_Around):

@@ -28,6 +28,7 @@ _MASKED = (
     "interrupts",
     "kallsyms",
     "kcore",
+    "key-users",
     "keys",
     "kmsg",
     "latency_stats",
@@ -159,10 +160,10 @@ def _mounts(spec: InstanceSpec, view: str, modes_from_below: bool) -> list[dict[
         _bind(f"{view}/disk/var_tmp", "/var/tmp", "rw"),  # noqa: S108
     ]
     if modes_from_below:
-        # What the base has there is not ours to say. /dev is left: runc makes no devices in one that is bound, and ours has 64 KiB.
-        places = {"/run": f"{view}/corral", "/tmp": f"{view}/disk/var_tmp"}  # noqa: S108
-        below = {place: _bind(source, place, "ro") for place, source in places.items()}
-        return [part for one in mounts for part in (below.get(one["destination"]), one) if part is not None]
+        # Whatever the base has there, this one has the right mode. /run and /dev are as closed as the base has them: small, and nobody's
+        # way out; runc would make no devices in a /dev that is bound.
+        below = _bind(f"{view}/disk/var_tmp", "/tmp", "ro")  # noqa: S108
+        mounts.insert(next(at for at, one in enumerate(mounts) if one["destination"] == "/tmp"), below)  # noqa: S108
     return mounts
 
 
