@@ -73,6 +73,8 @@ class Body:
         self.forsaken = False
         """The guest is beyond use; the sandbox is being ended."""
         self.pid1: process.ProcessRef | None = None
+        self.born_as = instance_id
+        """Which instance the guest was when its memory was saved, where it goes on from a snapshot."""
         self._on_gone = on_gone
         self._client: GuestClient | None = None
         self._dialling = asyncio.Lock()
@@ -111,7 +113,7 @@ class Body:
                 client = await GuestClient.connect(self._dial)
         except (OSError, TimeoutError) as error:
             raise CorralError("guest_lost", f"the guest does not answer: {error or 'time is up'}") from error
-        if client.hello.instance_id != self.instance_id:
+        if client.hello.instance_id not in (self.instance_id, self.born_as):
             await client.close()
             raise CorralError("guest_lost", "the guest says that it is another instance")
         self._client = client

@@ -8,7 +8,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from corral import faults
 from corral.errors import CorralError
@@ -20,7 +20,14 @@ from corral.node.interpreter import GUEST_ARGV
 from corral.node.journal import InstanceEntry, Journal
 from corral.node.watch import empty_disk
 from corral.ports.node import CreateInstance
-from corral.ports.runtime import Evidence, Instance, InstanceRef, InstanceSpec, Runtime
+from corral.ports.runtime import (
+    Evidence,
+    Instance,
+    InstanceRef,
+    InstanceSpec,
+    Runtime,
+    SupportsMemorySnapshot,
+)
 
 
 class Clock:
@@ -56,8 +63,12 @@ async def make(
     facts: dict[str, Any],
     body_of: Callable[[Instance, dict[str, Any]], Body],
     clock: Clock,
+    image: str | None = None,
 ) -> Body:
-    """A connected, identified instance, journalled as live with `facts`; a failure leaves nothing but its error."""
+    """A connected, identified instance, journalled as live with `facts`; a failure leaves nothing but its error.
+
+    With `image` it goes on from the runtime's files of a snapshot.
+    """
     data = {**facts, "ref": ref_to_json(runtime.partial_ref(directory, request.instance_id))}
     if request.unsafe:
         data["unsafe"] = sorted(request.unsafe)
@@ -85,7 +96,10 @@ async def make(
                 limits=request.limits,
                 unsafe=request.unsafe,
             )
-            instance = await runtime.create(spec, control)
+            if image is None:
+                instance = await runtime.create(spec, control)
+            else:
+                instance = await cast("SupportsMemorySnapshot", runtime).restore(spec, image)
         finally:
             control.close()
         faults.point("node.create.made")
@@ -98,7 +112,15 @@ async def make(
         try:
             client = await body.client()
             clock.lap("connect_ms")
-            await client.identify(request.sandbox_id, request.fence, now=time.time(), entropy=os.urandom(32))
+            await client.identify(
+                request.sandbox_id,
+                request.fence,
+                now=time.time(),
+                entropy=os.urandom(32),
+                instance_id=request.instance_id,
+            )
+            if image is not None:  # its own is the one of the instance that it was
+                await client.extend_deadline(request.deadline_s, fence=request.fence)
             clock.lap("identify_ms")
         except BaseException:
             looking.cancel()

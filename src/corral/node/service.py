@@ -19,14 +19,16 @@ from corral.errors import CorralError
 from corral.linux import cgroups
 from corral.linux.guesttree import remove_tree
 from corral.node import execs as exec_life
-from corral.node import files, leftovers, making
+from corral.node import files, leftovers, making, snapshots
 from corral.node.body import Body
 from corral.node.execs import Exec
 from corral.node.filecalls import FileCalls
 from corral.node.interpreter import ensure_interpreter
 from corral.node.journal import ExecEntry, InstanceEntry, Journal
 from corral.node.probes import Probes
+from corral.node.snapshots import MemorySnapshots
 from corral.node.spool import Spool
+from corral.node.templatecalls import TemplateCalls
 from corral.node.templates import Templates
 from corral.ports.node import (
     Chunk,
@@ -60,7 +62,7 @@ ENVIRONMENT = {
 """What every exec has unless its spec says otherwise."""
 
 
-class LocalNode(FileCalls):
+class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
     """See `ports.node.Node`. No I/O before `open`."""
 
     def __init__(
@@ -217,7 +219,9 @@ class LocalNode(FileCalls):
     def _body(self, instance_id: str, runtime: Runtime, instance: Instance, data: dict[str, Any]) -> Body:
         limits, modes = Limits(**data["limits"]), LimitModes(**data["modes"])
         disk_base = int(data.get("disk_base", 0))
-        return Body(instance_id, runtime, instance, limits, modes, disk_base, self._journal, self._gone)
+        body = Body(instance_id, runtime, instance, limits, modes, disk_base, self._journal, self._gone)
+        body.born_as = data.get("born_as", instance_id)
+        return body
 
     async def _gone(self, body: Body) -> None:
         """PID 1 of a body ended. If nobody asked for it, the control plane has to hear of it."""
@@ -240,17 +244,21 @@ class LocalNode(FileCalls):
         user: Literal["root", "user"] = "root" if os.geteuid() == 0 else "user"
         return HostFacts(kind, user, memory, len(os.sched_getaffinity(0)))
 
-    async def templates(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self._templates.describe)
-
-    async def ensure_template(self, template: str, progress: Progress | None = None) -> str:
-        return (await self._templates.ensure(template, progress)).digest
-
     async def instances(self) -> list[str]:
         return list(self._journal.instances)
 
     # -- creation ------------------------------------------------------------------------------------------------------
     async def create(self, request: CreateInstance, progress: Progress | None = None) -> InstanceReport:
+        return await self._create_once(request, progress, None)
+
+    async def restore_instance(
+        self, request: CreateInstance, image: str, progress: Progress | None = None
+    ) -> InstanceReport:
+        return await self._create_once(request, progress, image)
+
+    async def _create_once(
+        self, request: CreateInstance, progress: Progress | None, image: str | None
+    ) -> InstanceReport:
         key = request.instance_id
         if not is_id(key, "ins"):
             raise CorralError("invalid_value", f"not an instance id: {key!r}")
@@ -264,7 +272,8 @@ class LocalNode(FileCalls):
             return InstanceReport(key, data["ref"], data["template_digest"], data["security_level"], {})
         future = self._creating[key] = asyncio.get_running_loop().create_future()
         try:
-            report = await self._create(request, progress)
+            with self._templates.hold(request.template):
+                report = await self._create(request, progress, image)
         except BaseException as error:
             if isinstance(error, CorralError):
                 future.set_exception(error)
@@ -278,7 +287,7 @@ class LocalNode(FileCalls):
         finally:
             del self._creating[key]
 
-    async def _create(self, request: CreateInstance, progress: Progress | None) -> InstanceReport:
+    async def _create(self, request: CreateInstance, progress: Progress | None, image: str | None) -> InstanceReport:
         runtime = self._runtimes.get(request.runtime)
         if runtime is None:
             raise CorralError("runtime_unavailable", f"there is no runtime {request.runtime!r}", field="/runtime")
@@ -287,7 +296,15 @@ class LocalNode(FileCalls):
         if not info.usable:
             raise CorralError("runtime_unavailable", f"{request.runtime}: {info.reason}", hint="see `corral doctor`")
         template = await self._templates.ensure(request.template, progress)
-        interpreter = await asyncio.to_thread(ensure_interpreter, self._state, progress)
+        born_as = {}
+        if image is None:
+            interpreter = str(await asyncio.to_thread(ensure_interpreter, self._state, progress))
+        else:
+            await self._snapshotting(request.runtime, runtime)
+            snapshot = snapshots.read(image)
+            snapshot.check(request.runtime, info.version, template.digest, request.limits)
+            interpreter = snapshots.interpreter(self._state, snapshot)
+            born_as = {"born_as": snapshot.instance_id}
         clock.lap("template_ms")
         deadline_at = time.monotonic() + request.deadline_s
         body = await making.make(
@@ -296,7 +313,7 @@ class LocalNode(FileCalls):
             self._journal,
             directory=self._directory(request.instance_id),
             rootfs=template.path,
-            interpreter=str(interpreter),
+            interpreter=interpreter,
             installation_id=self._installation,
             facts={
                 "runtime": request.runtime,
@@ -305,7 +322,10 @@ class LocalNode(FileCalls):
                 "modes": dataclasses.asdict(info.limits),
                 "limits": dataclasses.asdict(request.limits),
                 "deadline_at": deadline_at,
+                "interpreter": os.path.basename(interpreter),
+                **born_as,
             },
+            image=image,
             body_of=lambda instance, data: self._body(request.instance_id, runtime, instance, data),
             clock=clock,
         )
@@ -609,6 +629,8 @@ class LocalNode(FileCalls):
         found = await asyncio.to_thread(
             leftovers.find, self._state, self._installation, owned=owned, condemned=condemned, execs=execs
         )
+        unfinished = await asyncio.to_thread(self._templates.unfinished)
+        found += [{"kind": "template_build", "id": p.name, "instance_id": None, "path": str(p)} for p in unfinished]
         # What came, or began to be destroyed, while we looked is somebody's.
         owned, execs = self._owned(), self._journal.exec_ids()
         return [
@@ -632,6 +654,7 @@ class LocalNode(FileCalls):
         for item in before:
             if item["kind"] == "spool" and item["id"] not in self._journal.exec_ids():
                 await asyncio.to_thread(remove_tree, str(item["path"]))
+        await asyncio.to_thread(self._templates.remove_unfinished)
         after = await self.leftovers()
         still = {(item["kind"], item["id"]) for item in after}
         for item in before:

@@ -211,6 +211,26 @@ class Node(Protocol):
         """Build it if it is not there; -> digest. `template_unavailable` when it cannot be."""
         ...
 
+    async def template(self, name: str) -> dict[str, Any]:
+        """All that is known of one template: the members of `templates` and its recipe, size, packages, path; `not_found`."""
+        ...
+
+    async def build_template(self, name: str, progress: Progress | None = None, *, refresh: bool = False) -> str:
+        """Build it if it is not there by its present recipe, or anyway; -> digest. Bases that are there stay what they are."""
+        ...
+
+    async def remove_template(self, name: str, keep: frozenset[str]) -> dict[str, Any]:
+        """Remove its base; `template_in_use` if that is one of `keep` (digests) or under an instance. -> `name digest freed_bytes`."""
+        ...
+
+    async def sweep_templates(self, keep: frozenset[str]) -> dict[str, int]:
+        """Remove bases that no template has any more, after a time, but those of `keep`; -> counts."""
+        ...
+
+    async def bases(self, keep: frozenset[str]) -> dict[str, Any]:
+        """Disk use: `count size_bytes unused unused_bytes`; those of `keep` are used."""
+        ...
+
     async def create(self, request: CreateInstance, progress: Progress | None = None) -> InstanceReport:
         """A live instance whose empty workspace is the base of the first `collect`."""
         ...
@@ -379,4 +399,22 @@ class Node(Protocol):
 
     async def gc(self) -> dict[str, int]:
         """Remove leftovers; -> counts per kind, and `failed`."""
+        ...
+
+
+class SupportsMemorySnapshots(Protocol):
+    """Optional: an instance with its memory as files, and instances that go on from them."""
+
+    async def checkpoint_instance(self, instance_id: str, fence: Fence, into: str) -> Evidence:
+        """Write the instance under `into` (an empty or new directory) and remove it: what goes on is made by `restore_instance`.
+
+        `illegal_transition` while a program or a transfer runs; what programs left behind goes on in each copy. After `infra_error`
+        there is no snapshot and the instance is gone too.
+        """
+        ...
+
+    async def restore_instance(
+        self, request: CreateInstance, image: str, progress: Progress | None = None
+    ) -> InstanceReport:
+        """`create`, from the files of a snapshot. Fence, ids and deadline are the request's; `conflict` where base, limits or runtime differ."""
         ...

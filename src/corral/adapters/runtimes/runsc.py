@@ -220,7 +220,10 @@ class RunscRuntime:
             mounts.bind(f"{place}/disk/{source}", f"{root}/{target}", read_only=False)
 
     def _write_configuration(self, spec: InstanceSpec, place: str, base: int) -> None:
-        exec_filter = None if "unsafe_no_seccomp" in spec.unsafe else seccomp.compile("exec")
+        exec_filter: bytes | None = None
+        if "unsafe_no_seccomp" not in spec.unsafe:
+            with open(_instance.filter_file(self._tools, seccomp.exec_filter(spec.seccomp)), "rb") as file:
+                exec_filter = file.read()
         open_files = _instance.open_files(spec.limits)
         view = _instance.VIEW
         configuration = _runsc.configuration(spec, view=view, open_files=open_files, exec_filter=exec_filter)

@@ -1,0 +1,360 @@
+"""runsc: what only gVisor has. Its sockets are out of reach, a hit of its memory limit is told, and memory goes on in copies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.adapters.runtimes.bubblewrap import BubblewrapRuntime
+from corral.adapters.runtimes.runsc import RunscRuntime
+from corral.domain.facts import ExecFacts
+from corral.domain.fence import Fence
+from corral.domain.ids import new_id
+from corral.domain.limits import MIB, Limits
+from corral.errors import CorralError
+from corral.node import snapshots
+from corral.node.interpreter import PYTHON_ARGV
+from corral.node.service import LocalNode
+from corral.node.templates import Template
+from corral.ports.node import CreateInstance, ExecSpec
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="runsc is used by root only"),
+    pytest.mark.skipif(shutil.which("runsc") is None, reason="runsc is not installed"),
+    pytest.mark.skipif(shutil.which("busybox") is None, reason="the rootfs of these tests is a static busybox"),
+]
+LIMITS = Limits(memory_bytes=256 * MIB, disk_bytes=32 * MIB, inodes=1000, tmp_bytes=8 * MIB, pids=32, wall_s=60)
+
+
+def fresh(prefix: str) -> str:
+    return new_id(prefix, time.time_ns() // 1_000_000, secrets.token_bytes(10))
+
+
+def make_rootfs(path: Path) -> None:
+    places = "bin dev etc home/sandbox proc root run/user/1000 sys tmp usr/bin var/tmp workspace .corral"
+    for name in places.split():
+        (path / name).mkdir(parents=True, exist_ok=True)
+    shutil.copy(str(shutil.which("busybox")), path / "bin/busybox")
+    for name in ("sh", "cat", "true", "sleep", "date", "df", "ls"):
+        (path / "bin" / name).symlink_to("busybox")
+    (path / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nsandbox:x:1000:1000::/home/sandbox:/bin/sh\n")
+    (path / "etc/group").write_text("root:x:0:\nsandbox:x:1000:\n")
+
+
+class OneTemplate:
+    digest = "sha256:busybox"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    async def ensure(self, name: str, progress: Any = None) -> Template:
+        return Template(name, self.digest, str(self.path), ())
+
+    def describe(self) -> list[dict[str, Any]]:
+        return []
+
+    @contextlib.contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        yield
+
+    def unfinished(self) -> list[Path]:
+        return []
+
+    def remove_unfinished(self) -> None:
+        pass
+
+
+class Host:
+    """A node on a state directory, and fences by instance."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.installation = f"rs{secrets.token_hex(4)}"
+        self.templates = OneTemplate(state / "rootfs")
+        self.fences: dict[str, Fence] = {}
+        self.node: LocalNode
+
+    async def open(self) -> None:
+        runtimes: dict[str, Any] = {
+            "runsc": RunscRuntime(str(self.state), installation_id=self.installation),
+            "bubblewrap": BubblewrapRuntime(str(self.state), installation_id=self.installation),
+        }
+        templates: Any = self.templates
+        self.node = LocalNode(str(self.state), runtimes, templates, node_id="n", installation_id=self.installation)
+        await self.node.open()
+
+    def request(self, incarnation: int = 1, instance: str | None = None, **changes: Any) -> CreateInstance:
+        instance = instance or fresh("ins")
+        fence = self.fences[instance] = Fence(incarnation, 1)
+        made = CreateInstance(instance, fresh("sbx"), incarnation, fence, "runsc", "busybox", LIMITS, 600.0)
+        return replace(made, **changes)
+
+    async def create(self, **changes: Any) -> str:
+        return (await self.node.create(self.request(**changes))).instance_id
+
+    async def run(self, instance: str, *argv: str, **spec: Any) -> tuple[ExecFacts, bytes]:
+        exec_id = fresh("exe")
+        await self.node.start_exec(instance, self.fences[instance], ExecSpec(exec_id, argv, **spec))
+        facts = await self.node.wait_exec(exec_id)
+        return facts, b"".join(await self.node.read_output(exec_id, "stdout"))
+
+    async def python(self, instance: str, code: str, **spec: Any) -> tuple[ExecFacts, bytes]:
+        return await self.run(instance, *PYTHON_ARGV, "-c", code, **spec)
+
+    def workspace(self, instance: str) -> Path:
+        return Path(self.node._bodies[instance].tree.path) / "workspace"
+
+
+@pytest.fixture(scope="module")
+def state() -> Iterator[Path]:
+    # Closed to every other id, as below root's home.
+    path = Path(tempfile.mkdtemp(prefix="corral-runsc-"))
+    make_rootfs(path / "rootfs")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+async def host(state: Path) -> AsyncIterator[Host]:
+    made = Host(state)
+    await made.open()
+    info = next(one for one in await made.node.runtimes() if one.name == "runsc")
+    if not info.usable:
+        await made.node.close()
+        pytest.skip(f"runsc: {info.reason}")
+    yield made
+    await asyncio.gather(*(made.node.destroy(one, "test") for one in await made.node.instances()))
+    left = await made.node.leftovers()
+    await made.node.close()
+    assert [item for item in left if item["kind"] != "spool"] == []
+    assert str(state) not in Path("/proc/self/mountinfo").read_text()
+    for path in (state / "i").iterdir():
+        raise AssertionError(f"{path} is left")
+    for path in (state / "spool").iterdir():
+        shutil.rmtree(path)
+
+
+async def eventually(condition: Any, what: str, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, what
+        await asyncio.sleep(0.05)
+
+
+# -- the boundary -----------------------------------------------------------------------------------------------------
+
+
+def reach(name: str, uid: int) -> str:
+    """What a process of the host with this uid gets from an abstract socket."""
+    code = "import os, socket, sys\nos.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))\n"
+    code += "socket.socket(socket.AF_UNIX).connect(chr(0) + sys.argv[1] + chr(0))"
+    done = subprocess.run([sys.executable, "-c", code, name, str(uid)], capture_output=True, text=True, timeout=60)
+    return "connected" if done.returncode == 0 else done.stderr.strip().rsplit("\n", 1)[-1].partition(":")[0]
+
+
+async def test_no_user_of_the_host_reaches_the_control_socket_and_no_id_is_shared(host: Host) -> None:
+    ins = await host.create()
+    for uid in (0, 54321):
+        assert await asyncio.to_thread(reach, f"runsc-sandbox.{ins}", uid) == "ConnectionRefusedError"
+    # The look can fail: the socket is there, in the network namespace that the instance's place keeps.
+    listed = subprocess.run(
+        ["nsenter", f"--net={state_of(host, ins)}/m/net", "--", "cat", "/proc/net/unix"],
+        capture_output=True,
+        check=True,
+    )
+    assert f"@runsc-sandbox.{ins}@".encode() in listed.stdout
+    body = host.node._bodies[ins]
+    owners = set()
+    for pid in await body.runtime.processes(body.ref):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        owners.update(line for line in lines if line.startswith(("Uid:", "Gid:")))
+        assert Path(f"/proc/{pid}/uid_map").read_text().split()[0:2] != ["0", "0"]
+    ids = {int(word) for line in owners for word in line.split()[1:]}
+    first = body.tree.uid - 1000
+    assert ids and all(first <= one < first + 65536 for one in ids), ids
+
+
+def state_of(host: Host, instance: str) -> Path:
+    return Path(host.node._bodies[instance].ref.directory)
+
+
+async def test_a_hit_of_the_memory_limit_is_told_and_the_sandbox_is_lost(host: Host) -> None:
+    ins = await host.create(limits=replace(LIMITS, memory_bytes=128 * MIB))
+    facts, _ = await host.python(ins, "x = bytearray(b'x') * (400 << 20)\nprint(len(x))")
+    assert facts.sandbox_lost and (facts.exit_code, facts.signal, facts.ended_by) == (None, None, None)
+    assert (facts.usage.oom_kills or 0) >= 1
+    assert facts.usage.pids_limit_hits is None and facts.usage.peak_pids is None
+    assert await asyncio.wait_for(host.node.lost(), 30) == ins
+    with pytest.raises(CorralError) as caught:
+        await host.run(ins, "true")
+    assert caught.value.code == "sandbox_lost"
+
+
+async def test_a_node_that_comes_later_goes_on_with_it(host: Host) -> None:
+    ins = await host.create()
+    exec_id = fresh("exe")
+    code = "import time\nprint('begun', flush=True)\nwhile not __import__('os').path.exists('go'): time.sleep(0.05)\nprint('你好')"
+    await host.node.start_exec(ins, host.fences[ins], ExecSpec(exec_id, (*PYTHON_ARGV, "-c", code)))
+    async for chunk in host.node.stream_exec(exec_id):
+        assert getattr(chunk, "data", b"") == b"begun\n"
+        break
+    await host.node.close()
+    await host.open()
+    await host.node.put_files(ins, host.fences[ins], [("go", 0o644, b"")])
+    facts = await asyncio.wait_for(host.node.wait_exec(exec_id), 60)
+    assert facts.exit_code == 0
+    assert b"".join(await host.node.read_output(exec_id, "stdout")) == "begun\n你好\n".encode()
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+# Left behind by its exec: what it knows is in its memory only, and it tells it every 20 ms.
+RESIDENT = """
+import json, os, sys, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+for fd in (0, 1, 2):
+    os.close(fd)
+secret, value, beats = os.urandom(8).hex(), "born", 0
+while True:
+    beats += 1
+    if os.path.exists("/workspace/set"):
+        value = open("/workspace/set").read()
+    with open("/workspace/.told", "w") as file:
+        json.dump({"secret": secret, "value": value, "beats": beats, "tmp": open("/tmp/note").read(), "wall": time.time()}, file)
+    os.rename("/workspace/.told", "/workspace/told")
+    time.sleep(0.02)
+"""
+WHO = """
+import json, os, random, time
+print(json.dumps({"urandom": open("/dev/urandom", "rb").read(16).hex(), "getrandom": os.urandom(16).hex(), "seeded": random.random(),
+    "wall": time.time(), "note": open("/tmp/note").read()}))
+"""
+
+
+def told(host: Host, instance: str) -> dict[str, Any]:
+    until = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            found: dict[str, Any] = json.loads((host.workspace(instance) / "told").read_text())
+            return found
+        assert time.monotonic() < until, "the background process tells nothing"
+        time.sleep(0.05)
+
+
+async def test_the_original_and_three_forks_of_one_memory_go_on_apart(host: Host, tmp_path: Path) -> None:
+    ins = await host.create()
+    facts, _ = await host.run(ins, "sh", "-c", "echo 记住 >/tmp/note; echo kept >file")
+    assert facts.exit_code == 0
+    facts, _ = await host.python(ins, RESIDENT)
+    assert facts.exit_code == 0
+    before = await asyncio.to_thread(told, host, ins)
+    image = str(tmp_path / "image")
+    old = host.fences[ins]
+    evidence = await host.node.checkpoint_instance(ins, old, image)
+    assert evidence.clean, evidence
+    assert await host.node.instances() == []
+    assert os.stat(image).st_mode & 0o777 == 0o700
+    snapshot = snapshots.read(image)
+    assert (snapshot.instance_id, snapshot.runtime, snapshot.limits) == (ins, "runsc", LIMITS)
+
+    # The original under its own id, and three forks, all at once.
+    requests = [host.request(2, instance=ins), *(host.request(2) for _ in range(3))]
+    reports = await asyncio.gather(*(host.node.restore_instance(request, image) for request in requests))
+    names = [report.instance_id for report in reports]
+    assert names == [request.instance_id for request in requests]
+    bodies = [host.node._bodies[name] for name in names]
+    assert len({body.ref.data["init"]["pid"] for body in bodies}) == 4
+
+    # Identity: each guest is the instance and obeys the fence of its own request, and no older one.
+    for name, body in zip(names, bodies, strict=True):
+        hello = (await body.client()).hello
+        assert body.floor == Fence(2, 1) == host.fences[name]
+        with pytest.raises(CorralError) as caught:
+            await host.node.start_exec(name, old, ExecSpec(fresh("exe"), ("true",)))
+        assert caught.value.code == "lease_lost"
+        assert hello.instance_id in (name, ins)
+
+    # What ran goes on, with what it knew; entropy differs; the wall clock is the host's.
+    answers = []
+    for name in names:
+        facts, out = await host.python(name, WHO)
+        assert facts.exit_code == 0
+        answers.append(json.loads(out))
+    now = time.time()
+    for answer in answers:
+        assert answer["note"] == "记住\n"
+        assert now - 60 < answer["wall"] <= now
+    for source in ("urandom", "getrandom", "seeded"):
+        assert len({answer[source] for answer in answers}) == 4, source
+    for number, name in enumerate(names):
+        await host.node.put_files(name, host.fences[name], [("set", 0o644, f"only {number}".encode())])
+    for number, name in enumerate(names):
+        await eventually(lambda n=name, k=number: told(host, n)["value"] == f"only {k}", "it hears what it is told")
+        now_told = told(host, name)
+        assert now_told["secret"] == before["secret"] and now_told["beats"] > before["beats"]
+        assert (host.workspace(name) / "file").read_text() == "kept\n"
+        assert abs(now_told["wall"] - time.time()) < 60
+
+    # The parent and the files go; the forks stay, each alone.
+    assert (await host.node.destroy(ins, "test")).clean
+    shutil.rmtree(image)
+    assert (await host.node.destroy(names[1], "test")).clean
+    beats = told(host, names[2])["beats"]
+    await eventually(lambda: told(host, names[2])["beats"] > beats, "a fork goes on without its parent")
+    facts, out = await host.run(names[3], "cat", "file")
+    assert (facts.exit_code, out) == (0, b"kept\n")
+
+
+async def test_what_cannot_be_saved_or_restored_is_refused_and_leaves_the_rest(host: Host, tmp_path: Path) -> None:
+    ins = await host.create()
+    exec_id = fresh("exe")
+    await host.node.start_exec(ins, host.fences[ins], ExecSpec(exec_id, ("sleep", "1000")))
+    image = str(tmp_path / "image")
+
+    async def refused(code: str, call: Any) -> None:
+        with pytest.raises(CorralError) as caught:
+            await call
+        assert caught.value.code == code, caught.value
+
+    await refused("lease_lost", host.node.checkpoint_instance(ins, Fence(0, 9), image))
+    await refused("illegal_transition", host.node.checkpoint_instance(ins, host.fences[ins], image))
+    await host.node.end_exec(exec_id, "cancelled")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    await refused("conflict", host.node.checkpoint_instance(ins, host.fences[ins], str(tmp_path / "full")))
+    facts, _ = await host.run(ins, "true")
+    assert facts.exit_code == 0
+
+    weak = await host.create(runtime="bubblewrap")
+    await refused("not_supported_yet", host.node.checkpoint_instance(weak, host.fences[weak], image))
+    facts, _ = await host.run(weak, "true")
+    assert facts.exit_code == 0
+
+    (tmp_path / "empty").mkdir()
+    await refused("not_found", host.node.restore_instance(host.request(), str(tmp_path / "empty")))
+    assert (await host.node.checkpoint_instance(ins, host.fences[ins], image)).clean
+    larger = replace(LIMITS, memory_bytes=2 * LIMITS.memory_bytes)
+    await refused("conflict", host.node.restore_instance(host.request(2, limits=larger), image))
+    host.templates.digest = "sha256:another"
+    await refused("conflict", host.node.restore_instance(host.request(2), image))
+    host.templates.digest = OneTemplate.digest
+    Path(image, "checkpoint.img").write_bytes(b"not a memory")
+    await refused("infra_error", host.node.restore_instance(host.request(2), image))
+    assert await host.node.instances() == [weak]
