@@ -13,7 +13,7 @@ from corral.guest import kernel, launch, loop, posts, processes, protocol, super
 from corral.guest.posts import Post
 from corral.guest.record import Exec
 from corral.guest.requests import Defaults, Refusal, choice_of, plan_of, seconds_of, window_of
-from corral.guest.streams import Input, Stream
+from corral.guest.streams import Input, Stream, pipes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Runner:
         self.by_supervisor: dict[int, Exec] = {}
         self.idle: dict[int, Post] = {}
         self._standard = launch.Standard(defaults.filter, defaults.oom_score_adj)
+        self._resting = False
         self.ending: set[Exec] = set()
         self.unwanted: set[str] = set()
         """Execs that no client will ask for again."""
@@ -112,12 +113,26 @@ class Runner:
 
     def stand_by(self) -> None:
         """Have a supervisor ready for the next exec, where that is safe."""
-        if not self._defaults.standing or self.idle:
+        if not self._defaults.standing or self.idle or self._resting:
             return
         try:
             self._keep(self._supervisor(None, reusable=True, dumpable=self._defaults.dumpable))
         except OSError:
             pass  # the next exec makes its own, or says why it cannot
+
+    def rest(self, until: float) -> None:
+        """Have nobody stand by any more, from now on: every copy of a memory would hold the same one."""
+        self._resting = True
+        while self.idle:
+            pid, post = self.idle.popitem()
+            self._dismiss(post)
+            processes.await_child(pid, until)
+
+    def wake(self) -> None:
+        """The end of `rest`, perhaps as another sandbox: what still runs is older than any fence to come."""
+        self._resting = False
+        for job in self.by_supervisor.values():
+            job.fence = (0, 0)
 
     def _keep(self, post: Post) -> None:
         self.idle[post.pid] = post
@@ -150,7 +165,7 @@ class Runner:
     ) -> None:
         plan.pty = window is not None
         if window is not None:
-            master, slave = self._open_pty(plan)
+            ((master, slave),) = self._as_user(plan, lambda: [os.openpty()])
             theirs.append(slave)
             os.set_blocking(master, False)
             fcntl.ioctl(master, TIOCSWINSZ, _struct.pack("HHHH", window[0], window[1], 0, 0))
@@ -162,30 +177,30 @@ class Runner:
                 job.input.eof = True
                 self._feed(job)
             return
-        for name in ("stdout", "stderr"):
-            read, write = os.pipe2(os.O_CLOEXEC)
+        made = self._as_user(plan, lambda: pipes(3 if wants_input else 2))
+        for name, (read, write) in zip(("stdout", "stderr"), made, strict=False):
             theirs.append(write)
             setattr(plan, name, write)
             os.set_blocking(read, False)
             job.streams[name] = Stream(name, read)
         if wants_input:
-            plan.stdin, write = os.pipe2(os.O_CLOEXEC)
+            plan.stdin, write = made[2]
             os.set_blocking(write, False)
             job.input = Input(write, pty=False)
         else:
             plan.stdin = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         theirs.append(plan.stdin)
 
-    def _open_pty(self, plan: launch.Plan) -> tuple[int, int]:
-        # The terminal belongs to whoever opens it; the exec's user must be able to open it again by name.
+    def _as_user(self, plan: launch.Plan, make: Callable[[], list[tuple[int, int]]]) -> list[tuple[int, int]]:
+        """Terminals and pipes belong to whoever makes them; the exec's user must be able to open /dev/tty, /dev/stdin … by name."""
         me, group = os.geteuid(), os.getegid()
         if me != 0 or plan.uid == 0:
-            return os.openpty()
+            return make()
         os.setegid(plan.gid)
         try:
             os.seteuid(plan.uid)
             try:
-                return os.openpty()
+                return make()
             finally:
                 os.seteuid(me)
         finally:
@@ -364,7 +379,7 @@ class Runner:
     def _part(self, job: Exec, post: Post) -> None:
         """Nothing is left of the exec, and its supervisor is free for another."""
         self._no_longer_supervised(job)
-        if len(self.idle) < posts.MAX_IDLE:
+        if len(self.idle) < posts.MAX_IDLE and not self._resting:
             self._keep(post)
         else:
             self._dismiss(post)
