@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,30 @@ DELAYS: dict[str, float] = {
 """Delays that an operator may set under `[delays]` of config.toml, in seconds."""
 
 
+BUILT_IN = frozenset({"bubblewrap", "crun", "fake", "runc", "runsc"})
+"""Runtimes of this distribution."""
+
 DEFENCES = frozenset({"unsafe_no_seccomp", "unsafe_one_uid", "unsafe_dumpable_guest", "unsafe_no_landlock"})
 """What tests may switch off, one by one, to show that it is what holds."""
+
+
+OCI_GROUPS = ("as they are", "read-only", "without v2")
+"""What a program sees of the control groups' file systems, see `corral.adapters.runtimes._oci.Program`."""
+
+
+@dataclass(frozen=True)
+class OciProgram:
+    """A further runtime: a program with the command line of runc, named under `[oci.NAME]` of config.toml."""
+
+    name: str
+    program: str
+    """Absolute path."""
+    options: tuple[str, ...] = ()
+    """Words before its `run`."""
+    security_level: int = 1
+    user_namespace: bool = True
+    """False only for a program with something stronger: of level 2 or 3."""
+    groups: str = "read-only"
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,8 @@ class Config:
     """(first id, how many) of the subordinate ids, when configured."""
     runtimes: tuple[str, ...] = ()
     """Names of the runtimes to register; empty = all that are installed but `fake`."""
+    oci: tuple[OciProgram, ...] = ()
+    """Further programs of the OCI family, each a runtime by its name."""
     unsafe: frozenset[str] = frozenset()
     """Defences switched off by CORRAL_UNSAFE (tests only): names `unsafe_…`."""
     delays: Mapping[str, float] = field(default_factory=lambda: dict(DELAYS))
@@ -99,9 +123,51 @@ def load(state_dir: str | None = None, environ: Mapping[str, str] | None = None)
         templates=env.get("CORRAL_TEMPLATES") or settings.get("templates") or data_file("templates"),
         subuid_range=_range(env.get("CORRAL_SUBUID_RANGE") or settings.get("subuid_range")),
         runtimes=tuple(n.strip() for n in names.split(",") if n.strip()),
+        oci=_oci(settings.get("oci", {})),
         unsafe=_unsafe(env.get("CORRAL_UNSAFE", "")),
         delays=delays,
     )
+
+
+def _oci(given: Any) -> tuple[OciProgram, ...]:
+    """The tables of `[oci.NAME]`. Whether a program works is found by trying it, whether it is told rightly is checked here."""
+
+    def wrong(where: str, detail: str) -> CorralError:
+        hint = "docs/reference/runtimes.md shows every member"
+        return CorralError("invalid_value", f"config.toml: oci.{where} {detail}", field="/oci", hint=hint)
+
+    if not isinstance(given, dict):
+        raise wrong("", "must be a table of tables")
+    found: list[OciProgram] = []
+    if not given:
+        return ()
+    import re
+
+    for name, table in given.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]{0,30}", name) or name in BUILT_IN:
+            raise wrong(name, "is no name for another runtime: small letters, digits and hyphens, none that is taken")
+        if not isinstance(table, dict):
+            raise wrong(name, "must be a table")
+        checks: dict[str, Callable[[Any], bool]] = {
+            "program": lambda value: isinstance(value, str) and value.startswith("/") and "\0" not in value,
+            "options": lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value),
+            "security_level": lambda value: type(value) is int and 1 <= value <= 3,
+            "user_namespace": lambda value: isinstance(value, bool),
+            "groups": lambda value: value in OCI_GROUPS,
+        }
+        for member, value in table.items():
+            if member not in checks:
+                raise wrong(f"{name}.{member}", f"is unknown; known: {', '.join(checks)}")
+            if not checks[member](value):
+                raise wrong(f"{name}.{member}", f"cannot be {value!r}")
+        if "program" not in table:
+            raise wrong(f"{name}.program", "is missing: the absolute path of the program")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+        made = OciProgram(name, **values)
+        if not made.user_namespace and made.security_level < 2:
+            raise wrong(f"{name}.user_namespace", "can be false from security_level 2 on only")
+        found.append(made)
+    return tuple(found)
 
 
 def _unsafe(text: str) -> frozenset[str]:
