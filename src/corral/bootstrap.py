@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from corral import config
 from corral.client.effects import result_of
@@ -372,6 +372,11 @@ by the entry point group `corral.runtimes` when the configuration names them."""
 BY_DEFAULT = ("bubblewrap", "crun", "runc", "runsc")
 
 
+def by_default(settings: config.Config) -> tuple[str, ...]:
+    """The runtimes that are registered when the configuration names none."""
+    return (*BY_DEFAULT, *(program.name for program in settings.oci))
+
+
 def make_node(settings: config.Config, installation_id: str) -> Node:
     """The node of this host, in process, with the configured runtimes."""
     from corral.node.service import LocalNode
@@ -379,7 +384,7 @@ def make_node(settings: config.Config, installation_id: str) -> Node:
 
     return LocalNode(
         settings.state_dir,
-        {name: _runtime(name, settings, installation_id) for name in settings.runtimes or BY_DEFAULT},
+        {name: _runtime(name, settings, installation_id) for name in settings.runtimes or by_default(settings)},
         Templates(settings.state_dir, settings.templates),
         node_id="local",
         installation_id=installation_id,
@@ -413,6 +418,8 @@ def _runtime(name: str, settings: config.Config, installation_id: str) -> Any:
     """The adapter of a name. One that cannot be imported is an error: a configured runtime is never silently left out."""
     import importlib
 
+    if (program := next((one for one in settings.oci if one.name == name), None)) is not None:
+        return _configured(program, settings, installation_id)
     if name in RUNTIMES:
         module, attribute = RUNTIMES[name]
         made: Any = getattr(importlib.import_module(module), attribute)
@@ -424,6 +431,25 @@ def _runtime(name: str, settings: config.Config, installation_id: str) -> Any:
             raise CorralError("invalid_value", f"there is no runtime adapter {name!r}", field="CORRAL_RUNTIMES")
         made = found[0].load()
     return made(settings.state_dir, installation_id=installation_id, subuid_range=settings.subuid_range)
+
+
+def _configured(given: config.OciProgram, settings: config.Config, installation_id: str) -> Any:
+    """The adapter of a program of the OCI family that the operator names."""
+    from corral.adapters.runtimes import _oci, runc
+
+    program = _oci.Program(
+        command=given.program,
+        package=os.path.basename(given.program),
+        options=given.options,
+        security_level=given.security_level,
+        groups=cast("Any", given.groups),
+        user_namespace=given.user_namespace,
+        launch_memory=runc.PROGRAM.launch_memory,
+        launch_pids=runc.PROGRAM.launch_pids,
+    )
+    return _oci.OciRuntime(
+        given.name, program, settings.state_dir, installation_id=installation_id, subuid_range=settings.subuid_range
+    )
 
 
 async def make_services(
@@ -474,6 +500,20 @@ async def make_services(
     sandboxes = Sandboxes(core, lifecycle, execs)
     upkeep = Upkeep(core, lifecycle, executor, sandboxes, documents)
     return Services(core, documents, sandboxes, executor, upkeep, Files(core, sandboxes))
+
+
+def add_template(settings: config.Config, kind: str, path: str, name: str | None, more: dict[str, Any]) -> str:
+    """Make a recipe of the operator known in the state directory; -> its name. `kind`: recipe (a file of one), archive or oci.
+
+    Only who may write the state directory adds recipes: the API builds those that are there, by name.
+    """
+    from corral.node.templates import Templates
+
+    config.prepare_state(settings.state_dir)
+    templates = Templates(settings.state_dir, settings.templates)
+    if kind == "recipe":
+        return templates.add_file(path, name)
+    return templates.add_packed(kind, path, name or "", more)
 
 
 def _log(line: str) -> None:

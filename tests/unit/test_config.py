@@ -1,14 +1,15 @@
-"""Where the state directory may lie."""
+"""Where the state directory may lie, and what config.toml may name."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 from pathlib import Path
 
 import pytest
 
-from corral import config
+from corral import bootstrap, config
 from corral.errors import CorralError
 
 
@@ -42,3 +43,59 @@ def test_the_longest_path_has_room_for_every_database(tmp_path: Path) -> None:
             database.execute("pragma journal_mode=wal")
             database.execute("create table t (x)")
         database.close()
+
+
+OCI = """
+[oci.kata]
+program = "/opt/kata/bin/kata-runtime"
+options = ["--config", "/etc/kata.toml"]
+security_level = 3
+user_namespace = false
+
+[oci.youki]
+program = "/usr/bin/youki"
+groups = "as they are"
+"""
+
+
+def test_programs_of_the_oci_family_are_runtimes_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(OCI)
+    settings = config.load(str(tmp_path), environ={})
+    kata, youki = settings.oci
+    assert kata == config.OciProgram(
+        "kata", "/opt/kata/bin/kata-runtime", ("--config", "/etc/kata.toml"), 3, user_namespace=False
+    )
+    assert (youki.name, youki.security_level, youki.user_namespace, youki.groups) == ("youki", 1, True, "as they are")
+    assert bootstrap.by_default(settings)[-2:] == ("kata", "youki")
+    made = bootstrap._runtime("kata", settings, "test")
+    assert made.name == "kata"
+    info = asyncio.run(made.probe())
+    assert not info.usable and info.security_level == 3 and "not installed" in (info.reason or "")
+
+
+def test_names_of_runtimes_that_there_are_cannot_be_taken() -> None:
+    assert set(bootstrap.RUNTIMES) == config.BUILT_IN
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("[oci.runc]\nprogram = '/x'", "oci.runc"),
+        ("[oci.Kata]\nprogram = '/x'", "oci.Kata"),
+        ("[oci.kata]", "oci.kata.program"),
+        ("[oci.kata]\nprogram = 'kata'", "oci.kata.program"),
+        ("[oci.kata]\nprogram = '/x'\nsecurity_level = 4", "oci.kata.security_level"),
+        ("[oci.kata]\nprogram = '/x'\nsecurity_level = true", "oci.kata.security_level"),
+        ("[oci.kata]\nprogram = '/x'\noptions = 'a'", "oci.kata.options"),
+        ("[oci.kata]\nprogram = '/x'\ngroups = 'mine'", "oci.kata.groups"),
+        ("[oci.kata]\nprogram = '/x'\nuser_namespace = false", "oci.kata.user_namespace"),
+        ("[oci.kata]\nprogram = '/x'\nimage = 'y'", "oci.kata.image"),
+        ("oci = 3", "oci."),
+        ("[oci]\nkata = 3", "oci.kata"),
+    ],
+)
+def test_a_wrong_program_of_the_oci_family_is_refused_by_name(tmp_path: Path, text: str, word: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(CorralError) as caught:
+        config.load(str(tmp_path), environ={})
+    assert caught.value.code == "invalid_value" and word in caught.value.detail and caught.value.hint

@@ -277,8 +277,12 @@ class OciRuntime:
         )
 
     def _find_init(self, spec: InstanceSpec, group: Cgroup) -> ProcessRef:
-        with open(f"{spec.directory}/runtime.pid", encoding="ascii") as file:
-            pid = int(file.read().strip())
+        try:
+            with open(f"{spec.directory}/runtime.pid", encoding="ascii") as file:
+                pid = int(file.read().strip())
+        except (OSError, ValueError):
+            why = f"{self.name} ended well and named no process of the guest: {_instance.said(spec.directory)}"
+            raise CorralError("infra_error", why) from None
         init = process.ref_of(pid)
         if init is None or not process.is_alive(init) or pid not in group.procs():
             raise CorralError("infra_error", f"the guest ended at once: {_instance.said(spec.directory)}")
