@@ -88,6 +88,8 @@ class GuestHello:
     capabilities: dict[str, int]
     identified: bool
     floor: Fence
+    quiet: bool = False
+    """It was made ready for a snapshot, and may be a copy: `instance_id`, `identified` and `floor` are those of the original."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ def check_hello(value: dict[str, Any]) -> GuestHello:
         capabilities={name[:50]: _number(capabilities, name) for name in capabilities},
         identified=_truth(value, "identified"),
         floor=Fence(floor[0], floor[1]),
+        quiet="quiet" in value and _truth(value, "quiet"),
     )
 
 
@@ -262,6 +265,12 @@ def check_status(value: dict[str, Any], exec_id: str) -> ExecStatus:
 
 def check_kill(value: dict[str, Any]) -> KillReport:
     return {"killed_all": _truth(value, "killed_all"), "killed": _number(value, "killed", high=2**31)}
+
+
+def check_clock(value: dict[str, Any]) -> int | None:
+    """The guest's clock in milliseconds since 1970; None from one that does not tell."""
+    clock: int | None = _number(value, "clock_ms", optional=True)
+    return clock
 
 
 def check_numbers(value: dict[str, Any]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from corral.channel.answers import (
     KillReport,
     Stream,
     Violation,
+    check_clock,
     check_error,
     check_hello,
     check_input,
@@ -43,6 +44,7 @@ _MAX_PENDING = 4096
 _TOGETHER = 256 * 1024
 _TOGETHER_MS = 10
 """Output of so few milliseconds is handed out as if it had come at once."""
+_SYNC_S = 60.0
 _KILL_S = 12.0
 """What the guest itself may need to find that something survives a kill, beyond the grace."""
 
@@ -346,10 +348,29 @@ class GuestClient:
             self._lose(f"the guest broke the protocol: {error}")
             raise self._error() from None
 
-    async def identify(self, sandbox_id: str, fence: Fence, *, now: float, entropy: bytes) -> None:
-        """Tell the guest whose it is; before this it serves nothing. Again after a restore, with a higher incarnation."""
-        values = {"sandbox": sandbox_id, "now": now, "entropy": entropy.hex()}
-        await self._request("identify", values, fence=fence)
+    async def identify(
+        self, sandbox_id: str, fence: Fence, *, now: float, entropy: bytes, instance_id: str | None = None
+    ) -> float | None:
+        """Tell the guest whose it is; before this, and after `quiesce`, it serves nothing. -> seconds that its clock is ahead of `now`.
+
+        Again for a restored one, under the instance that it is from now on: as another sandbox with any fence, as the same one with a
+        fence not below the floor. What still runs in it is older than that fence.
+        """
+        values: dict[str, Any] = {"sandbox": sandbox_id, "now": now, "entropy": entropy.hex()}
+        if instance_id is not None:
+            values["instance"] = instance_id
+        clock: int | None = self._checked(check_clock, await self._request("identify", values, fence=fence))
+        return None if clock is None else clock / 1000 - now
+
+    async def quiesce(self, fence: Fence) -> dict[str, int]:
+        """Make the guest ready for a snapshot of its memory: nobody stands by, its file systems are synced.
+
+        Afterwards it refuses everything but `identify`, whether restored or not. -> `running` (execs whose main runs) and `kept` (execs
+        of which only background processes are left); they go on in every copy.
+        """
+        answer = await self._request("quiesce", fence=fence, patience=_SYNC_S)
+        numbers: dict[str, int] = self._checked(check_numbers, answer)
+        return numbers
 
     async def fence(self, fence: Fence, mode: Literal["kill", "adopt"]) -> KillReport:
         """Raise the guest's floor; with `kill` no exec of an older fence lives on when this returns."""

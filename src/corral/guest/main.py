@@ -40,6 +40,8 @@ class Guest:
         self.incarnation = 0
         self.floor = (0, 0)
         self.sandbox = ""
+        self.quiet = False
+        """Made ready for a snapshot of its memory; which copy of it this is, the next `identify` tells."""
         self.exited: dict[int, int] = {}
         self.orphans: dict[int, int] = {}
         self.stop = False
@@ -59,6 +61,7 @@ class Guest:
             "exec.kill": (self._kill, "fenced"),
             "exec.forget": (self._forget, "fenced"),
             "kill_all": (self._kill_all, "fenced"),
+            "quiesce": (self._quiesce, "fenced"),
             "deadline": (self._deadline, "fenced"),
             "shutdown": (self._shutdown, "fenced"),
         }
@@ -260,6 +263,7 @@ class Guest:
                     "installation": self.options.installation,
                     "capabilities": self.capabilities,
                     "identified": bool(self.sandbox),
+                    "quiet": self.quiet,
                     "sandbox": self.sandbox,
                     "floor": list(self.floor),
                 },
@@ -290,6 +294,8 @@ class Guest:
 
     def _serve(self, connection: Connection, number: int, request: dict[str, Any], data: bytes | None) -> Any:
         operation = request.get("op")
+        if self.quiet and operation != "identify":
+            raise Refusal("illegal_transition", "the guest is quiet until it is identified anew")
         if data is not None:
             if operation != "exec.stdin":
                 raise Refusal("bad_request", "only exec.stdin carries bytes")
@@ -346,8 +352,19 @@ class Guest:
         fence = _fence_of(request)
         if type(sandbox) is not str or not sandbox or len(sandbox) > 100:
             raise Refusal("bad_request", "identify needs the sandbox's id", "sandbox")
-        if fence < self.floor or (self.sandbox and fence[0] == self.incarnation and sandbox != self.sandbox):
+        instance = request.get("instance", self.options.instance)
+        if type(instance) is not str or len(instance) > 100:
+            raise Refusal("bad_request", "instance is a short text", "instance")
+        other = sandbox != self.sandbox
+        if self.quiet and other:
+            # A copy that begins as another sandbox: its fences have nothing to do with those of the first.
+            self.floor = fence
+        elif fence < self.floor or (self.sandbox and fence[0] == self.incarnation and other):
             raise Refusal("lease_lost", f"the floor is {self.floor[0]}.{self.floor[1]}")
+        if self.quiet:
+            self.quiet = False
+            self.runner.wake()
+        self.options.instance = instance
         self.sandbox = sandbox
         self.incarnation = fence[0]
         self.floor = max(self.floor, fence)
@@ -362,7 +379,16 @@ class Guest:
                     os.close(fd)
             except OSError:
                 pass  # a kernel that shares its pool with the host needs no help
-        return {"floor": list(self.floor)}
+        return {"floor": list(self.floor), "clock_ms": int(time.time() * 1000)}
+
+    def _quiesce(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        self.quiet = True
+        self.wants_standby = False
+        self.runner.rest(time.monotonic() + END_PATIENCE_S)
+        os.sync()
+        living = self.runner.by_supervisor.values()
+        running = sum(not job.finished for job in living)
+        return {"running": running, "kept": len(living) - running}
 
     def _fence(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         mode = request.get("mode")
@@ -524,19 +550,9 @@ class Guest:
 
     def _usage(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         living = processes.descendants(os.getpid(), set(self.runner.idle))
-        pages = 0
-        for process in living:
-            try:
-                fd = os.open(f"/proc/{process.pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    pages += int(os.read(fd, 256).split()[1])
-                finally:
-                    os.close(fd)
-            except (OSError, IndexError, ValueError):
-                continue
         return {
             "processes": len(living),
-            "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+            "rss_bytes": processes.resident(living),
             "execs": len(self.runner.by_supervisor),
             "known_execs": len(self.runner.execs),
             "uptime_ms": int((time.monotonic() - self.begun) * 1000),

@@ -77,6 +77,21 @@ def descendants(root: int, spare: frozenset[int] | set[int] = frozenset()) -> li
     return out
 
 
+def resident(among: list[Process]) -> int:
+    """Bytes that they have in memory, what they share counted for each."""
+    pages = 0
+    for process in among:
+        try:
+            fd = os.open(f"/proc/{process.pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                pages += int(os.read(fd, 256).split()[1])
+            finally:
+                os.close(fd)
+        except (OSError, IndexError, ValueError):
+            continue
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def send(process: Process, number: int) -> None:
     """Signal exactly this process or none."""
     try:
@@ -107,6 +122,16 @@ def send_child(pid: int, number: int) -> None:
             os.kill(pid, number)
         except OSError:
             pass
+
+
+def await_child(pid: int, until: float) -> None:
+    """Reap an own child that is about to end; it is killed if it has not by then (monotonic)."""
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() > until:
+            send_child(pid, SIGKILL)
+            os.waitpid(pid, 0)
+            return
+        time.sleep(0.002)
 
 
 def end_tree(

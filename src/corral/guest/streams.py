@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from corral.guest import protocol
 from corral.guest.requests import Refusal
 
@@ -83,3 +85,16 @@ class Input:
 
     def facts(self) -> dict[str, int]:
         return {"received": self.received, "written": self.written, "open": int(self.fd >= 0)}
+
+
+def pipes(count: int) -> list[tuple[int, int]]:
+    """All of them or, with OSError, none."""
+    made: list[tuple[int, int]] = []
+    try:
+        for _ in range(count):
+            made.append(os.pipe2(os.O_CLOEXEC))
+    except OSError:
+        for fd in sum(made, ()):
+            os.close(fd)
+        raise
+    return made

@@ -197,6 +197,6 @@ class SupportsMemorySnapshot(Protocol):
         """Go on from the files of a `checkpoint`, as the instance of `spec`; as idempotent and as findable as `create`.
 
         An image may be restored many times, at the same time too, and for the instance that it was made of. The guest inside still
-        believes itself to be that one, until `identify` with a fence of a later incarnation.
+        believes itself to be that one, until `identify`.
         """
         ...

@@ -225,6 +225,32 @@ async def test_input_that_the_program_stops_reading_ends_early_and_late_answers_
     assert await ping >= 0 and not client.closed.is_set()
 
 
+async def test_a_guest_of_an_older_version_is_not_quiet_and_tells_no_clock(pair: Pair) -> None:
+    client, peer = await pair()
+    assert client.hello.quiet is False
+    task = asyncio.create_task(client.identify("sbx_1", FENCE, now=1.0, entropy=b"e"))
+    request = await peer.request()
+    assert "instance" not in request and request["entropy"] == "65"
+    await peer.answer(request, {"floor": [3, 4]})
+    assert await task is None
+
+
+async def test_a_quiet_that_is_no_truth_and_a_clock_that_is_no_number_lose_the_guest(pair: Pair) -> None:
+    client, peer = await pair()
+    task = asyncio.create_task(client.identify("sbx_1", FENCE, now=1.0, entropy=b"e"))
+    await peer.answer(await peer.request(), {"floor": [3, 4], "clock_ms": "late"})
+    with pytest.raises(CorralError):
+        await task
+    await lost(client)
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    theirs.setblocking(False)
+    with theirs:
+        results = await asyncio.gather(
+            GuestClient.connect(ours), Peer(theirs).hello(HELLO | {"quiet": 1}), return_exceptions=True
+        )
+    assert isinstance(results[0], CorralError) and results[0].code == "guest_lost"
+
+
 async def test_what_was_not_taken_is_not_acknowledged(pair: Pair) -> None:
     client, peer = await pair()
     stream = client.attach("exe_1")
