@@ -41,6 +41,8 @@ _ACK_EVERY = 64 * 1024
 _MAX_INPUTS = 1024
 _MAX_PENDING = 4096
 """Questions that a guest may owe an answer to; those that nobody waits for have no time limit of their own."""
+_MAX_ASKED = 256
+"""Frames of one input on their way at once: they may be tiny."""
 _TOGETHER = 256 * 1024
 _TOGETHER_MS = 10
 """Output of so few milliseconds is handed out as if it had come at once."""
@@ -560,7 +562,7 @@ class GuestClient:
                 values = {"exec_id": exec_id, "offset": taken.sent, "eof": eof and whole}
                 asked.append(self._ask("exec.stdin", values, fence=fence, payload=piece))
                 taken.sent += len(piece)
-                while asked and (whole or asked[0][1].done()):
+                while asked and (whole or len(asked) >= _MAX_ASKED or asked[0][1].done()):
                     answer = await self._answer("exec.stdin", *asked.popleft())
                     reads: bool = self._checked(check_input, answer)[1]
                     if eof and whole and not asked:

@@ -55,11 +55,11 @@ class RunningGuest:
         self.directory = tempfile.mkdtemp(prefix="corral-guest-")
         os.chmod(self.directory, 0o755)
         self.path = os.path.join(self.directory, "s")
-        self.fifo = mode == "namespaces"
+        self.fifo = mode in ("fifo", "namespaces")
         given: tuple[int, ...]
         if self.fifo:
             given = fifos.make(self.directory)
-            control = ["--control-fifo", "--exec-pid-namespaces"]
+            control = ["--control-fifo", *(["--exec-pid-namespaces"] if mode == "namespaces" else [])]
         else:
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(self.path)
@@ -167,7 +167,7 @@ def readable_site() -> str:
 
 
 def start(mode: str, *arguments: str) -> RunningGuest:
-    if mode == "child":
+    if mode in ("child", "fifo"):
         return RunningGuest(mode, list(arguments), [])
     if mode in ("pid1", "namespaces"):
         unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
