@@ -36,6 +36,11 @@ class Box:
     env: dict[str, str]
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
+    @property
+    def own_kernel(self) -> bool:
+        """Programs inside are no processes of the host, and what they use of one another the host does not count."""
+        return self.runtime == "runsc"
+
     def command(self, *args: str) -> list[str]:
         return [*self.prefix, *self.program, *args]
 
@@ -89,6 +94,16 @@ def marked(marker: str) -> list[int]:
             if marker.encode() in line and state != "Z":
                 found.append(int(entry))
     return found
+
+
+def living(box: Box, marker: str) -> list[Any]:
+    """What the host sees of running programs that have `marker` in their command line and write to `beat` in their workspace.
+
+    With a kernel of its own, a sandbox shows none of its processes; its disk shows what they write, and goes with it.
+    """
+    if box.own_kernel:
+        return [path for path in (box.state / "i").glob("*/m/disk/workspace/beat") if path.stat().st_size]
+    return marked(marker)
 
 
 def holding(directory: Path) -> dict[int, str]:
@@ -191,6 +206,33 @@ def user_box(state: Path, shared: Path) -> Box:
 
 
 MODES = ("bubblewrap-root", "bubblewrap-user", "crun-root") if os.geteuid() == 0 else ("bubblewrap-user",)
+STRONG = ("runsc-root",) if os.geteuid() == 0 and shutil.which("runsc") else ()
+"""Runtimes with a kernel of their own inside: each start takes half a second, so they have the cases of `ON_STRONG` only."""
+ON_STRONG = ("test_k01", "test_k03", "test_k07", "test_k08")
+RUNC = ("runc-root",) if os.geteuid() == 0 and shutil.which("runc") else ()
+ON_RUNC = (*ON_STRONG, "test_causes", "test_host_devices")
+"""runc is called by the code that calls crun: what only this code decides is shown on crun."""
+TOO_DEAR = (
+    "test_five_hundred_short_outputs_without_newline_arrive_whole",
+    "test_pass_through_writes_the_exact_bytes",
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is shown by another runtime, and of what is for the strong ones that which costs them minutes."""
+
+    def too_dear(item: pytest.Item) -> bool:
+        modes = getattr(item, "callspec", None)
+        if modes is not None and set(RUNC) & set(modes.params.values()):
+            return not item.path.name.startswith(ON_RUNC)
+        if modes is None or not set(STRONG) & set(modes.params.values()):
+            return False
+        return not item.path.name.startswith(ON_STRONG) or item.name.startswith(TOO_DEAR)
+
+    left_out = [item for item in items if too_dear(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _box_of(mode: str, state: Path, shared: Path) -> Box:
@@ -215,7 +257,7 @@ def _empty(box: Box) -> None:
     shutil.rmtree(box.state, ignore_errors=True)
 
 
-@pytest.fixture(scope="session", params=MODES)
+@pytest.fixture(scope="session", params=(*MODES, *RUNC, *STRONG))
 def box(request: pytest.FixtureRequest, shared: Path) -> Iterator[Box]:
     """Parametrised over runtime and user; one state directory per worker and mode, searched for leftovers at the end."""
     mode = request.param
@@ -248,7 +290,7 @@ def serve(shared: Path) -> Iterator[Callable[[str], Server]]:
         assert "Traceback" not in server.said, server.said[-4000:]
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=(*MODES, *RUNC, *STRONG))
 def server(request: pytest.FixtureRequest, serve: Callable[[str], Server]) -> Server:
     """A server of each runtime and user."""
     return serve(request.param)

@@ -35,16 +35,18 @@ def test_a_fork_bomb_is_held_while_a_neighbour_stays_fast(box: Box, marker: str)
     assert result["timings"]["running_ms"] < 12000
     hits = result["usage"]["pids_limit_hits"]
     mode = result["limits"]["pids"]["mode"]
-    if mode == "enforced":
+    if box.own_kernel:
+        assert (mode, hits) == ("enforced", None), "held inside, where nobody counts"
+    elif mode == "enforced":
         assert hits > 0
         assert result["limits"]["pids"]["hit"] is True
     else:
         assert result["reason"] == "pids_limit", result
     assert result["reason"] in ("timeout", "pids_limit", "ok")
-    if result["reason"] == "ok" and mode == "enforced":
+    if result["reason"] == "ok" and mode == "enforced" and not box.own_kernel:
         assert result["hint"]
     assert failures == []
-    assert times and sorted(times)[int(len(times) * 0.95)] < 1000
+    assert times and sorted(times)[int(len(times) * 0.95)] < (5000 if box.own_kernel else 1000)
     assert box("sandbox", "rm", bomber).returncode == 0
     eventually(lambda: marked(marker) == [], 20, "no process of the bomb is left on the host")
     assert box("sandbox", "rm", neighbour).returncode == 0

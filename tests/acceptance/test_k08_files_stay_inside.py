@@ -108,6 +108,14 @@ python3 -c 'import os; os.mkfifo("fifo")'; ln -s fifo tofifo; ln -s /dev/zero ze
 """
 
 
+def plant(files: Files, canary: Canary) -> None:
+    script = PLANT.replace('"$1', f'"{canary.directory}').replace("..$1", f"..{canary.directory}")
+    if files.server.box.own_kernel:
+        # gVisor forgets what comes behind a link to exactly "/": it leads to its own root, whatever the rest says.
+        script = script.replace("ln -s / d;", "ln -s /. d;")
+    assert files.sh(script)["exit_code"] == 0
+
+
 def ways(host: str) -> list[str]:
     """Ways that a program which resolves names on the host would go to `host`."""
     return [
@@ -125,10 +133,7 @@ def ways(host: str) -> list[str]:
 
 
 def test_links_and_dots_lead_no_call_to_the_host(files: Files, canary: Canary) -> None:
-    assert (
-        files.sh(PLANT.replace('"$1', f'"{canary.directory}').replace("..$1", f"..{canary.directory}"))["exit_code"]
-        == 0
-    )
+    plant(files, canary)
     box, secret, directory = files.server.box, str(canary.file), str(canary.directory)
     strangers = [str(box.state / "admin.key"), str(box.state / "corral.db"), "/etc/shadow"]
 
@@ -558,7 +563,8 @@ def test_a_path_that_is_swapped_for_a_link_meanwhile_leads_no_write_out(files: F
             files.call("GET", "/archive", path="t")
 
     with Peak(files.server) as peak, ThreadPoolExecutor(3) as pool:
-        list(pool.map(write, range(MANY // 3)))
+        # Where names are followed by a kernel inside, none of these calls comes near the host; each costs a start in there.
+        list(pool.map(write, range(60 if files.server.box.own_kernel else MANY // 3)))
     canary.is_well()
     assert peak.growth < MEMORY, f"{peak.growth >> 20} MiB more than before"
     assert files.server.call("POST", f"/v1/execs/{swapping}/cancel").document["result"]["reason"] == "cancelled"

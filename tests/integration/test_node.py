@@ -86,6 +86,16 @@ class OneTemplate:
     async def ensure(self, name: str, progress: Any = None) -> Template:
         return Template(name, "sha256:busybox", str(self.path), ())
 
+    @contextlib.contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        yield
+
+    def unfinished(self) -> list[Path]:
+        return []
+
+    def remove_unfinished(self) -> int:
+        return 0
+
     def describe(self) -> list[dict[str, Any]]:
         return []
 

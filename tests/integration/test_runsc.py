@@ -75,8 +75,8 @@ class OneTemplate:
     def unfinished(self) -> list[Path]:
         return []
 
-    def remove_unfinished(self) -> None:
-        pass
+    def remove_unfinished(self) -> int:
+        return 0
 
 
 class Host:

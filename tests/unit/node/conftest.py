@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,16 @@ class StubTemplates:
 
     async def ensure(self, name: str, progress: Any = None) -> Template:
         return Template(name, "sha256:0", str(self.path), ("python",))
+
+    @contextlib.contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        yield
+
+    def unfinished(self) -> list[Path]:
+        return []
+
+    def remove_unfinished(self) -> int:
+        return 0
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"name": "host", "digest": None, "available": True, "reason": None, "languages": ["python"]}]
