@@ -443,7 +443,7 @@ class _Fields:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            self.fail("env", f"env is an object of text, not {shown(value)}", 'like {"LANG": "C.UTF-8"}')
+            self.fail("env", f"env is an object of names and text, not {_kind(value)}", 'like {"LANG": "C.UTF-8"}')
         total = 0
         for name, content in value.items():
             at = pointer("env", name)
@@ -451,7 +451,7 @@ class _Fields:
                 hint = "a name without '=', spaces and control characters, like LANG"
                 invalid(at, f"{shown(name)} is no name of an environment variable", hint)
             if not isinstance(content, str):
-                invalid(at, f"the value of {shown(name)} is text, not {shown(content)}", "write numbers as text")
+                invalid(at, f"the value of {shown(name)} is text, not {_kind(content)}", "write numbers as text")
             if "\0" in content:
                 invalid(at, f"the value of {shown(name)} cannot hold a NUL character", "pass such data by a file")
             size = len(utf8_of(name, at)) + len(utf8_of(content, at)) + 2
@@ -705,3 +705,9 @@ class _Fields:
         if not (plain.isascii() and plain.isalnum() and value[0].isalnum() and len(value) <= 64):
             self.fail(name, f"{shown(value)} is no name of a {name}", "letters, digits, '-', '_' and '.'")
         return value
+
+
+def _kind(value: object) -> str:
+    """What a value is, where its content is not to be repeated."""
+    kinds = {str: "text", bool: "true or false", int: "a number", float: "a number", dict: "an object", list: "a list"}
+    return kinds.get(type(value), "null")

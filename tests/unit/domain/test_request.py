@@ -307,3 +307,20 @@ def test_a_mebibyte_of_arguments_is_accepted_in_any_script(letter):
 
 def test_the_longest_request_that_is_accepted_fits_into_one_frame_of_the_guest():
     assert 3 * MAX_ENCODED + 64 * 1024 <= MAX_REQUEST  # argv, args and env
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        "TOKEN=sekret",
+        ["TOKEN=sekret"],
+        {"TOKEN": ["sekret"]},
+        {"TOKEN": "sekret\0"},
+        {"TOKEN": 4711},
+        {"TO KEN": "sekret"},
+    ],
+)
+def test_a_wrong_environment_is_refused_without_repeating_its_values(env):
+    told = json.dumps(refused({"command": ["true"], "env": env}).to_problem())
+    assert "/env" in told
+    assert "sekret" not in told and "4711" not in told
