@@ -21,7 +21,6 @@ from corral.domain.records import AuditRecord, ExecRecord, Idempotency, RunRecor
 from corral.domain.request import RunRequest, parse_run
 from corral.domain.result import build_document, outcomeless_document, stream_document
 from corral.domain.run import OPEN
-from corral.domain.runner import build_hint
 from corral.errors import CorralError
 from corral.ports.node import ExecSpec, Node
 from corral.services.control import Core
@@ -467,7 +466,7 @@ class Executor:
         if step == "build":
             phase = "build"
             if verdict.reason != "ok":
-                hint = build_hint(str(request.language), verdict.reason, verdict.exit_code, verdict.hint)
+                hint = await self._languages.build_hint(record.exec_id, request.language, verdict, limits)
         url = f"/v1/runs/{run.run_id}/artifacts/"
         result = outcome.document(limits, modes, watch.timings(), url, hint, phase=phase, build=built)
         if step == "program" or result["reason"] != "ok":

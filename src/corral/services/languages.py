@@ -12,12 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 from corral.domain.limits import Limits
+from corral.domain.quantities import format_bytes
 from corral.domain.request import ExecRequest, RunRequest
-from corral.domain.runner import BUILD_S, OUT, ROOT, Commands, Runner, commands
+from corral.domain.result import Verdict
+from corral.domain.runner import BUILD_S, OUT, ROOT, Commands, Runner, build_hint, commands
 from corral.errors import CorralError
 from corral.services.control import Core
 
 Json = dict[str, Any]
+
+
+_FULL = (b"No space left on device", b"File size limit exceeded")
+"""What the kernel's words for a full disk are, whoever prints them."""
 
 
 def build_limits(limits: Limits) -> Limits:
@@ -68,6 +74,20 @@ class Languages:
             hint=hint,
             field="/template",
         )
+
+    async def build_hint(self, exec_id: str, language: str | None, verdict: Verdict, limits: Limits) -> str:
+        """The hint of a build that did not succeed. A compiler that meets a full disk removes its file, so that nobody can see it
+        afterwards: then its own words count for the hint, though never for the reason."""
+        hint = build_hint(str(language), verdict.reason, verdict.exit_code, verdict.hint)
+        if verdict.reason != "nonzero_exit":
+            return hint
+        try:
+            said = b"".join(await self._core.node.read_output(exec_id, "stderr"))
+        except CorralError:
+            return hint
+        if any(words in said for words in _FULL):
+            hint += f"; they speak of a full disk: the limit is {format_bytes(limits.disk_bytes)}, ask for more disk"
+        return hint
 
     # -- a run -----------------------------------------------------------------------------------------------------------------
     def builds(self, request: RunRequest) -> bool:

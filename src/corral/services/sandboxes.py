@@ -16,7 +16,6 @@ from corral.domain.limits import Limits
 from corral.domain.plan import plan_by_rules
 from corral.domain.records import AuditRecord, EventRecord, ExecRecord, Idempotency, SandboxView
 from corral.domain.request import ExecRequest, parse_exec, parse_sandbox
-from corral.domain.runner import build_hint
 from corral.errors import CorralError
 from corral.ports.node import ExecSpec
 from corral.services.control import Core
@@ -259,7 +258,7 @@ class Sandboxes:
         verdict = outcome.verdict
         phase = await self._phase(instance_id, built, verdict.reason)
         if phase == "build":
-            hint = build_hint(str(request.language), verdict.reason, verdict.exit_code, verdict.hint)
+            hint = await self._languages.build_hint(record.exec_id, request.language, verdict, limits)
         result = outcome.document(limits, modes, watch.timings(), url, hint, phase=phase)
         await self._lifecycle.exec_ended(record, outcome, result, known)
         core.watchers.forget(record.exec_id)

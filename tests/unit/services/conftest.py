@@ -31,6 +31,7 @@ RUNNERS = {
     "python": Runner("python", "main.py", ("print", "ran", "{file}")),
     "c": Runner("c", "main.c", ("print", "program"), build=("exit", "1"), tools=("cc",)),
     "javascript": Runner("javascript", "main.js", ("print", "program"), build=("exit", "0")),
+    "cpp": Runner("cpp", "main.cc", ("print",), build=("exit", "1", "as: No space left on device")),
     "sql": Runner("sql", "main.sql", ("print", "rows"), tools=("sqlite3",)),
 }
 

@@ -26,7 +26,7 @@ MODES = LimitModes(
 
 @dataclass
 class FakeExec:
-    """argv: `print TEXT…`, `sleep` (until ended), `exit N`, `missing`, `die` (the sandbox is lost)."""
+    """argv: `print TEXT…`, `sleep` (until ended), `exit N [TEXT on stderr…]`, `missing`, `die` (the sandbox is lost)."""
 
     spec: ExecSpec
     instance_id: str
@@ -40,9 +40,10 @@ class FakeExec:
         self.ring()
 
     def end(self, facts: ExecFacts) -> None:
-        size = sum(len(c.data) for c in self.out)
+        sizes = [sum(len(c.data) for c in self.out if c.stream == name) for name in ("stdout", "stderr")]
         if self.facts is None:
-            self.facts = replace(facts, stdout=StreamFacts(size, size, 0), usage=Usage(), running_ms=3)
+            stdout, stderr = (StreamFacts(size, size, 0) for size in sizes)
+            self.facts = replace(facts, stdout=stdout, stderr=stderr, usage=Usage(), running_ms=3)
         self.ring()
 
     def ring(self) -> None:
@@ -69,11 +70,14 @@ class FakeNode:
         self.destroy_gate: asyncio.Event | None = None
         self.create_error: CorralError | None = None
         self.usable = True
+        self.profiles: dict[str, str] = {}
         self.more_templates: list[dict[str, Any]] = []
         self.builds: list[tuple[str, bool]] = []
         self.build_gate: asyncio.Event | None = None
         self.build_error: CorralError | None = None
         self.kept: frozenset[str] = frozenset()
+        self.old_bases = 0
+        self.more_languages: list[str] = []
         self.there: set[str] = set()
         """Paths that `stat_file` finds in every instance."""
 
@@ -88,9 +92,12 @@ class FakeNode:
         return HostFacts("hybrid", "root", 8 << 30, 2)
 
     async def templates(self) -> list[dict[str, Any]]:
-        languages = ["python", "bash", "javascript", "c"]
+        languages = ["python", "bash", "javascript", "c", *self.more_languages]
         host = {"name": "host", "digest": "sha256:0", "available": True, "reason": None, "languages": languages}
         return [host, *self.more_templates]
+
+    async def template_seccomp(self, template: str) -> str:
+        return self.profiles.get(template, "default")
 
     async def ensure_template(self, template: str, progress: Any = None) -> str:
         return "sha256:" + "0" * 64
@@ -117,7 +124,7 @@ class FakeNode:
 
     async def sweep_templates(self, keep: frozenset[str]) -> dict[str, int]:
         self.kept = keep
-        return {"template_build": 0, "base": 1}
+        return {"template_build": 0, "base": self.old_bases}
 
     async def bases(self, keep: frozenset[str]) -> dict[str, Any]:
         return {"count": 1, "size_bytes": 1, "unused": 0, "unused_bytes": 0}
@@ -171,7 +178,8 @@ class FakeNode:
             case ("print", *words):
                 made.emit(" ".join(words).encode("utf-8", "surrogateescape"))
                 made.end(ExecFacts(True, 0))
-            case ("exit", code):
+            case ("exit", code, *words):
+                made.out += [Chunk("stderr", 0, " ".join(words).encode(), 0, "1")] if words else []
                 made.end(ExecFacts(True, int(code)))
             case ("missing",):
                 made.end(ExecFacts(False, start_failure=StartFailure("argv", "ENOENT", "missing")))

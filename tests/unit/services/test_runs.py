@@ -125,6 +125,14 @@ async def test_a_failing_build_is_the_result(world):
     assert result["limits"]["wall"]["value"] == 120
 
 
+async def test_a_compiler_that_speaks_of_a_full_disk_is_heard_for_the_hint_only(world):
+    world.node.more_languages = ["cpp"]
+    document = {"code": "x", "language": "cpp", "disk": "16M"}
+    result = (await world.call("POST", "/v1/runs", document)).document["result"]
+    assert (result["reason"], result["phase"]) == ("nonzero_exit", "build")
+    assert "the limit is 16 MiB, ask for more disk" in result["hint"]
+
+
 async def test_a_build_that_works_is_followed_by_the_program(world):
     document = {"code": "x", "language": "javascript", "timeout_s": 5, "stdin": "for the program"}
     run = (await world.call("POST", "/v1/runs", document)).document
