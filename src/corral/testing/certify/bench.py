@@ -35,9 +35,9 @@ FENCE = Fence(1, 1)
 NOBODY = 65534
 """Whom the bare host is tried as where it must be no root."""
 SMALL = Limits(
-    memory_bytes=96 * MIB,
+    memory_bytes=128 * MIB,
     cpu=1.0,
-    pids=64,
+    pids=40,
     disk_bytes=24 * MIB,
     inodes=1000,
     tmp_bytes=4 * MIB,
@@ -238,7 +238,15 @@ class Bench:
         if not self.two_uids:
             off -= {"unsafe_one_uid"}  # there is nothing to switch off
         request = CreateInstance(
-            *(instance_id, fresh("sbx"), 1, FENCE, self.info.name, "trial", limits, deadline_s, off)
+            instance_id=instance_id,
+            sandbox_id=fresh("sbx"),
+            incarnation=1,
+            fence=FENCE,
+            runtime=self.info.name,
+            template="trial",
+            limits=limits,
+            deadline_s=deadline_s,
+            unsafe=off,
         )
         report = await self.node.create(request)
         instance = await self.stage.attach(InstanceRef(**report.ref))
@@ -274,7 +282,16 @@ class Bench:
 
     async def bare(self) -> Box:
         """The control of what guards guest and supervisors: every switch off, where it exists the other uid too."""
-        return await self._one("bare", lambda: self.create(*SWITCHES, without_capability=True))
+
+        async def make() -> Box:
+            box = await self.create(*SWITCHES, without_capability=not self.two_uids)
+            if self.two_uids and box.instance.same_uid:
+                # Only a guest that need not change to another uid can do without its capability.
+                await box.destroy()
+                box = await self.create(*SWITCHES, without_capability=True)
+            return box
+
+        return await self._one("bare", make)
 
     async def small(self) -> Box:
         """A sandbox whose limits are attacked; a new one after it was lost to that."""
@@ -283,6 +300,15 @@ class Bench:
     async def roomy(self) -> Box:
         """The control of limits."""
         return await self._one("roomy", lambda: self.create(limits=ROOMY))
+
+    async def own_kernel(self) -> bool:
+        """Whether a sandbox has a kernel of its own, as declared *and* as it shows: what that lets in is no door of the host's."""
+
+        async def ask() -> bool:
+            told = await (await self.held()).ask("import json, os; print(json.dumps(dict(enumerate(os.uname()))))")
+            return bool(told["2"] != os.uname().release)
+
+        return self.info.security_level >= 2 and bool(await self.once("own kernel", ask))
 
     async def once(self, name: str, make: Callable[[], Awaitable[Any]]) -> Any:
         """An answer that several attacks read."""

@@ -6,6 +6,7 @@ what it used is seen by the host; a guest that is found to lie is no sandbox any
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import time
@@ -84,9 +85,7 @@ async def denied_kill(bench: Bench) -> list[Trial]:
         gone = await eventually(lambda: not marked(marker), 15.0)
     longer = _marker()
     async with bench.box(guest=guest(DENIES_KILL)) as box:
-        await box.start_python(SLEEPER, longer, grace_s=0.1)
-        await _visible(box, longer)
-        lives = not await eventually(lambda: not marked(longer), 1.5)
+        lives = await _stays(box, await box.start_python(SLEEPER, longer, grace_s=0.1), longer, 1.5)
     control = Seen(lives, "without a time limit it lives on")
     if not visible:
         seen = ended.reason not in ("timeout", "sandbox_lost")
@@ -115,12 +114,23 @@ async def floods(bench: Bench) -> list[Trial]:
     return trials
 
 
+async def _stays(box: Box, exec_id: str, marker: str, seconds: float) -> bool:
+    """Whether a program is still there after this time, by the host's word; where it sees none, by the node's."""
+    if await _visible(box, marker):
+        return not await eventually(lambda: not marked(marker), seconds)
+    try:
+        async with asyncio.timeout(seconds):
+            await box.bench.node.wait_exec(exec_id)
+    except TimeoutError:
+        return True
+    return False
+
+
 async def _calm(box: Box) -> Seen:
     """The same guest without that mood is left alone for as long."""
     exec_id = await box.start_python(SLEEPER, marker := _marker(), limits=dataclasses.replace(SMALL, wall_s=60.0))
     try:
-        await _visible(box, marker)
-        lives = not await eventually(lambda: not marked(marker), 0.6)
+        lives = await _stays(box, exec_id, marker, 0.6)
     finally:
         await box.end(exec_id)
     return Seen(lives, "the same guest that says nothing is left alone")

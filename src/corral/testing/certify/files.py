@@ -12,7 +12,7 @@ from typing import Any
 
 from corral.errors import CorralError
 from corral.testing.certify.bench import FENCE, NOBODY, Bench, Box, Canaries, eventually, marked, status_of
-from corral.testing.certify.register import NO_CONTROL, attack, first, opened
+from corral.testing.certify.register import NO_CONTROL, attack, first, of_its_own, opened
 from corral.testing.certify.verdict import Seen, Trial
 from corral.testing.hostile.files import ESCAPE, HUNT, KERNEL_FILES, PLANT, RAISED, TARGETS, WRITABLE, WRITE, who_am_i
 from corral.testing.hostile.identity import GUEST_CAPABILITIES, STATUS
@@ -117,12 +117,13 @@ async def kernel_files(bench: Bench) -> list[Trial]:
     answers = await (await bench.held()).ask(KERNEL_FILES, words)
     root = await bench.outside(KERNEL_FILES, words, who="root")
     plain = await bench.outside(KERNEL_FILES, words)
-    trials = []
+    trials, own = [], await bench.own_kernel()
     for name, answer in answers.items():
+        seen = of_its_own(opened(answer)) if own else opened(answer)
         controls = [opened(place.get(name), "on the bare host") for place in (plain, root) if place is not None]
         if not any(control.broke for control in controls) and not bench.root:
             controls.append(NO_CONTROL)
-        trials.append(Trial(name, opened(answer), first(*controls)))
+        trials.append(Trial(name, seen, first(*controls)))
     return trials
 
 
@@ -185,7 +186,10 @@ async def devices(bench: Bench) -> list[Trial]:
     outside = await bench.outside(code)
     control = set((outside or {}).get("devices", ())) - USUAL_DEVICES
     how = f"{', '.join(strange)}" if strange else f"{len(inside)} harmless ones"
-    return [Trial("/dev", Seen(bool(strange), how), Seen(bool(control), f"the host has {len(control)} more"))]
+    seen = Seen(bool(strange), how)
+    if await bench.own_kernel():
+        seen = of_its_own(seen)
+    return [Trial("/dev", seen, Seen(bool(control), f"the host has {len(control)} more"))]
 
 
 @attack("identity", "uid on the host", "is somebody on the host: uid 0, the control plane's, another sandbox's", "host")
@@ -223,14 +227,17 @@ async def rights(bench: Bench) -> list[Trial]:
         return sum(int(answers[kind][0], 16) for kind in kinds if kind in answers)
 
     caps = bits(told, "CapPrm", "CapEff", "CapAmb", "CapInh")
-    bound = bits(told, "CapBnd") & ~GUEST_CAPABILITIES
+    allowed = GUEST_CAPABILITIES | (
+        1 << 21 if await bench.own_kernel() else 0
+    )  # SYS_ADMIN, which only its own kernel honours
+    bound = bits(told, "CapBnd") & ~allowed
     gained = told.get("no_new_privs") != 1
     where = "the same look finds some for root of the host"
     has = Seen(bits(root, "CapEff") != 0, where) if root else NO_CONTROL
     free = Seen(plain.get("no_new_privs") == 0, "0 on the bare host") if plain else NO_CONTROL
     return [
         Trial("capabilities", Seen(caps != 0, f"{caps:x}" if caps else "none"), has),
-        Trial("bounding set", Seen(bound != 0, f"{bound:x}" if bound else "the guest's three at most"), has),
+        Trial("bounding set", Seen(bound != 0, f"{bound:x}" if bound else "the guest's own at most"), has),
         Trial("no_new_privs", Seen(gained, "off" if gained else "on"), free),
         Trial("filter", Seen(told.get("filtered") != 2, f"mode {told.get('filtered')}"), Seen(unfiltered.get("filtered") != 2, "off without the filter")),
     ]  # fmt: skip

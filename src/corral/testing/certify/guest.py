@@ -14,7 +14,7 @@ from corral.errors import CorralError
 from corral.linux import sockets
 from corral.testing.certify.bench import FENCE, Bench, Box, fresh, status_of
 from corral.testing.certify.captured import CLAIMS_END
-from corral.testing.certify.register import attack, opened
+from corral.testing.certify.register import Try, attack, opened
 from corral.testing.certify.verdict import Seen, Trial
 from corral.testing.hostile.channel import CONNECT, DESCRIPTORS, FORGERIES, SPEAK
 from corral.testing.hostile.guest import guest
@@ -25,17 +25,39 @@ from corral.testing.hostile.signals import AT_GUEST, AT_SUPERVISOR, SIGNAL, WAYS
 WHERE = "with every defence of the guest off"
 
 
-@attack("guest", "memory of guest and supervisor", "reads, traces, alters or starves PID 1 and the exec's supervisor")
-async def memory(bench: Bench) -> list[Trial]:
-    trials = []
-    for target in ("guest", "supervisor"):
-        held, bare = await bench.held(), await bench.bare()
-        answers, control = await asyncio.gather(held.ask(LOOK_AT_GUEST, target), bare.ask(LOOK_AT_GUEST, target))
-        trials += [
-            Trial(f"{name} of the {target}", opened(answer), opened(control.get(name), WHERE))
-            for name, answer in answers.items()
+TOLD = frozenset(
+    ["environ", "maps", "smaps", "auxv", "stack", "syscall", "pagemap", "io", "personality", "list fd", "list map_files", "follow fd", "exe", "namespace"]
+)
+"""What /proc tells of a process: less than its memory, more than a program should know."""
+
+
+def _memory(told: bool) -> Try:
+    async def run(bench: Bench) -> list[Trial]:
+        async def ask() -> dict[str, tuple[dict[str, str], dict[str, str]]]:
+            held, bare = await bench.held(), await bench.bare()
+            found = {}
+            for target in ("guest", "supervisor"):
+                here, there = await asyncio.gather(held.ask(LOOK_AT_GUEST, target), bare.ask(LOOK_AT_GUEST, target))
+                found[target] = (here, there)
+            return found
+
+        found: dict[str, tuple[dict[str, str], dict[str, str]]] = await bench.once("memory", ask)
+        return [
+            Trial(f"{name} of the {target}", opened(answer), opened(there.get(name), WHERE))
+            for target, (here, there) in found.items()
+            for name, answer in here.items()
+            if (name in TOLD) == told
         ]
-    return trials
+
+    return run
+
+
+attack("guest", "memory of guest and supervisor", "reads, traces, alters or starves PID 1 and the supervisor")(
+    _memory(False)
+)
+attack("guest", "what /proc tells of them", "reads environment, maps and descriptors of PID 1 and the supervisor")(
+    _memory(True)
+)
 
 
 @attack("guest", "kill of the supervisor", "ends or stops the supervisor of its exec, by every way to signal")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from corral.testing.certify.bench import Bench
-from corral.testing.certify.register import NO_CONTROL, Try, attack, first
+from corral.testing.certify.register import NO_CONTROL, Try, attack, first, of_its_own
 from corral.testing.certify.verdict import Seen, Trial
 from corral.testing.hostile.doors import BEYOND, DOORS, SHUT
 
@@ -81,9 +81,12 @@ def _doors(names: frozenset[str] | None) -> Try:
 
     async def run(bench: Bench) -> list[Trial]:
         inside, places = await _answers(bench)
+        own = set((await (await bench.held()).ask(DOORS, "names"))["host"]) if await bench.own_kernel() else set()
         mine = [name for name in inside if (name in names if names is not None else name not in named)]
         missing = [] if names is None else sorted(names - set(inside))
-        return [Trial(name, attack_of(name, inside[name]), control_of(name, places)) for name in mine] + [
+        seen = {name: attack_of(name, inside[name]) for name in mine}
+        seen.update({name: of_its_own(seen[name]) for name in mine if name in own})
+        return [Trial(name, seen[name], control_of(name, places)) for name in mine] + [
             Trial(name, Seen(None, "not a call of this architecture"), NO_CONTROL) for name in missing
         ]
 

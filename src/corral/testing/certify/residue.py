@@ -120,6 +120,9 @@ async def neighbour(bench: Bench) -> list[Trial]:
     shared = mounts[1] & mounts[2]
     how = f"{len(mounts[0])} writable mounts, {len(shared)} shared"
     control = Seen(mounts[0] == mounts[1] and bool(mounts[0]), "of one sandbox the look gives the same twice")
+    if await bench.own_kernel():
+        why = "each kernel numbers its own devices; the marks are the witness"
+        return [*_trials(found, planted), Trial("writable mounts", Seen(None, why), control)]
     return [*_trials(found, planted), Trial("writable mounts", Seen(bool(shared), how), control)]
 
 

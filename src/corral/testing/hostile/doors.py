@@ -33,8 +33,8 @@ def by_int_80():
     page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     page.write(b"\x53\xb8\x14\x00\x00\x00\xcd\x80\x5b\xc3")  # push rbx; mov eax, 20 (getpid); int 0x80; pop rbx; ret
     value = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
-    if value < 0:
-        raise OSError(-value, "int 0x80")
+    if value != os.getpid():  # a kernel that takes it for a call of its own numbers has not let it in
+        raise OSError(errno.EPERM if value == -errno.EPERM else errno.ENOSYS, "int 0x80")
 def device():
     path = f"/tmp/corral-door-{os.getpid()}"
     os.mknod(path, 0o020600, os.makedev(1, 3))
@@ -43,7 +43,11 @@ def vm(verb):
     local, other = buffer(8), buffer(8)
     call(verb, here(), words(ctypes.addressof(local), 8), 1, words(ctypes.addressof(other), 8), 1, 0)
 def own_namespace():
-    call("setns", os.open("/proc/self/ns/uts", os.O_RDONLY), 0)
+    try:
+        own = os.open("/proc/self/ns/uts", os.O_RDONLY)
+    except FileNotFoundError:
+        raise OSError(errno.ENOSYS, "no such namespaces") from None
+    call("setns", own, 0)
 def handle():
     call("name_to_handle_at", -100, b"/tmp", struct.pack("=II", 128, 0) + bytes(128), buffer(8), 0)
 FILTER = {

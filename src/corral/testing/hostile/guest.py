@@ -8,7 +8,22 @@ sys.path.insert(0, "/.corral/site")
 from corral.guest import protocol
 words = sys.argv[1:]
 instance = words[words.index("--instance") + 1]
-listener = socket.socket(fileno=int(words[words.index("--control-fd") + 1]))
+class Pipes:
+    """Standard input and output as a connection, where no socket is passed inside; a resync makes it a new one."""
+    def setblocking(self, flag):
+        for fd in (0, 1):
+            os.set_blocking(fd, flag)
+    def accept(self):
+        return self, None
+    def recv(self, size):
+        return os.read(0, size)
+    def sendall(self, data):
+        while data:
+            data = data[os.write(1, data):]
+    def close(self):
+        pass
+fifo = "--control-fifo" in words
+listener = Pipes() if fifo else socket.socket(fileno=int(words[words.index("--control-fd") + 1]))
 listener.setblocking(True)
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 SPARE = ["/bin/sleep", "1000"]
@@ -79,10 +94,12 @@ def accept():
 while True:
     try:
         connection = accept()
-        decoder = protocol.Decoder({protocol.HELLO: 65536, protocol.REQUEST: 1 << 22, protocol.INPUT: 1 << 20, protocol.ACK: 64})
+        decoder = protocol.Decoder({protocol.HELLO: 65536, protocol.REQUEST: 1 << 22, protocol.INPUT: 1 << 20, protocol.ACK: 64}, resync=fifo)
         while data := connection.recv(65536):
             for kind, payload in decoder.feed(data):
-                if kind == protocol.HELLO:
+                if kind == protocol.SYNC:
+                    send(protocol.MAGIC + payload)
+                elif kind == protocol.HELLO:
                     greet()
                 elif kind == protocol.REQUEST:
                     serve(protocol.loads(payload))
