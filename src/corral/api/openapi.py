@@ -298,6 +298,29 @@ def _schemas() -> Json:
             "limits": {"type": "object", "additionalProperties": LIMIT_MODES},
         }
     )
+    template = _object(
+        {
+            "name": TEXT,
+            "digest": NULL_TEXT,
+            "available": {**BOOL, "description": "It is built, or this host can build it."},
+            "reason": NULL_TEXT,
+            "languages": _list(TEXT),
+            "description": TEXT,
+            "kind": {"enum": ["frozen", "debian", "archive", "oci"]},
+            "skills": _list(TEXT),
+            "allowed": {**BOOL, "description": "Policy lets callers use it."},
+            "build": _or_null(
+                _object(
+                    {
+                        "state": {"enum": ["building", "failed"]},
+                        "text": TEXT,
+                        "part": {"type": ["number", "null"]},
+                        "error": _or_null(_ref("Problem")),
+                    }
+                )
+            ),
+        }
+    )["properties"]
     problem = _object(
         {
             "type": TEXT,
@@ -384,6 +407,27 @@ def _schemas() -> Json:
         "Entry": entry,
         "EntryPage": _page("Entry"),
         "Taken": _object({"open": {**BOOL, "description": "False: the program reads no more."}}),
+        "BuildRequest": _object(
+            {"name": IDENT, "refresh": {**BOOL, "description": "Build it anew, beside the base that is there."}},
+            ("refresh",),
+            closed=True,
+        ),
+        "Template": _object(template),
+        "TemplatePage": _page("Template"),
+        "TemplateDetail": _object(
+            {
+                **template,
+                "path": NULL_TEXT,
+                "size_bytes": NULL_COUNT,
+                "files": NULL_COUNT,
+                "built_at": {"type": ["number", "null"], "description": "Seconds since 1970."},
+                "packages": _or_null({"type": "object", "additionalProperties": TEXT}),
+                "image": _or_null({"type": "object"}),
+                "recipe": {"type": "object"},
+                "sandboxes": _list(TEXT),
+            }
+        ),
+        "Removed": _object({"name": TEXT, "digest": NULL_TEXT, "freed_bytes": NULL_COUNT}),
         "Doctor": _object(
             {
                 "runtimes": _list(runtime),
@@ -525,6 +569,12 @@ OPERATIONS: dict[str, Operation] = {
         body_needed=False,
     ),
     f"GET {_EXEC}/ws": Operation("A WebSocket: output, input, size, signals", {101: "Nothing"}, ("cursor",)),
+    "GET /v1/templates": Operation("List templates, by name", {200: "TemplatePage"}),
+    "POST /v1/templates": Operation(
+        "Build a recipe of the operator", {200: "TemplateDetail", 202: "TemplateDetail"}, ("wait",), (), "BuildRequest"
+    ),
+    "GET /v1/templates/{name}": Operation("All that is known of a template", {200: "TemplateDetail"}, ("wait",)),
+    "DELETE /v1/templates/{name}": Operation("Remove its base, and a recipe that is not shipped", {200: "Removed"}),
     "POST /v1/gc": Operation("Remove what no sandbox owns", {200: "Garbage"}),
     "GET /v1/doctor": Operation("What this host can do", {200: "Doctor"}, ("fresh",)),
     "GET /openapi.json": Operation("This document", {200: "Nothing"}),

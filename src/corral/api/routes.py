@@ -11,7 +11,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
-from corral.api import files, sse
+from corral.api import files, sse, templates
 from corral.api.calls import (
     Reply,
     Request,
@@ -394,6 +394,10 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/execs/{exec_id}/resize", resize_exec),
     Route("POST", "/v1/execs/{exec_id}/stdin", stdin_exec),
     Route("GET", "/v1/execs/{exec_id}/ws", exec_socket),
+    Route("GET", "/v1/templates", templates.list_templates),
+    Route("POST", "/v1/templates", templates.build_template, starts=True),
+    Route("GET", "/v1/templates/{name}", templates.get_template),
+    Route("DELETE", "/v1/templates/{name}", templates.delete_template),
     Route("POST", "/v1/gc", collect_garbage),
     Route("GET", "/v1/doctor", doctor),
     Route("GET", "/openapi.json", openapi),

@@ -27,7 +27,7 @@ COMMANDS = {
     "logs": ("corral.cli.logs", "Print the output of a run or exec."),
     "runs": ("corral.cli.runs", "List runs, show one."),
     "cancel": ("corral.cli.cancel", "End a run or exec."),
-    "template": ("corral.cli.template", "List templates."),
+    "template": ("corral.cli.template", "Build, list, show and remove templates."),
     "serve": ("corral.cli.serve", "Serve the API on a TCP port."),
     "mcp": ("corral.cli.mcp", "Serve the sandbox to a model over MCP."),
     "gc": ("corral.cli.gc", "Remove what no sandbox owns any more."),

@@ -40,7 +40,7 @@ _HELP = {
     "output_limit": "Output kept in the result, per stream, such as 10M.",
     "output_kill": "Output per stream that ends the program; else 10 times the limit.",
     "runtime": "bubblewrap, crun, runc or runsc.",
-    "template": "host, busybox or polyglot.",
+    "template": "host, busybox, polyglot or one of the operator's.",
     "isolation": "standard or strong.",
     "network": "Named network profile; this version has only none, the default.",
     "session": "Session whose sandbox and workspace are used (not in this version).",

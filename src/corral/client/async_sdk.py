@@ -19,6 +19,7 @@ from corral.client.aio import Loop
 from corral.client.calls import Calls
 from corral.client.files import Content, FileCalls, Path, Progress, source_of
 from corral.client.line import Event, Json, Line
+from corral.client.templates import AsyncTemplates
 from corral.client.transport import quote
 from corral.client.values import (
     ExecRequest,
@@ -405,6 +406,7 @@ class AsyncCorral:
         self._calls = Calls(Line(target, effects, BUSY_S))
         self.runs = AsyncRuns(self._calls)
         self.sandboxes = AsyncSandboxes(self._calls)
+        self.templates = AsyncTemplates(self._calls)
 
     async def run(self, *, agent_view: int | None = None, **request: Unpack[RunRequest]) -> AsyncRun:
         """One run to its end; members of `POST /v1/runs` as keywords. Interrupted: it is cancelled."""

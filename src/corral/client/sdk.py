@@ -19,6 +19,7 @@ from corral.client.calls import Calls
 from corral.client.effects import Blocking, drive, iterate
 from corral.client.files import Content, FileCalls, Path, Progress, source_of
 from corral.client.line import Event, Json, Line
+from corral.client.templates import Templates
 from corral.client.transport import quote
 from corral.client.values import (
     ExecRequest,
@@ -400,6 +401,7 @@ class Corral:
         self._calls = Calls(Line(target, effects, BUSY_S))
         self.runs = Runs(self._calls)
         self.sandboxes = Sandboxes(self._calls)
+        self.templates = Templates(self._calls)
         drive(target.current())  # so that a bad directory shows here
 
     def run(self, *, agent_view: int | None = None, **request: Unpack[RunRequest]) -> Run:

@@ -144,7 +144,7 @@ def exec_limits(
 
 def check_user(policy: Policy, template: str, user: str) -> None:
     """`user_refused` unless execs in this template may run as `user`."""
-    rule = policy.templates.get(template)
+    rule = policy.template_rule(template)
     if user == "root" and not (rule and rule.root):
         raise CorralError(
             "user_refused",
@@ -241,7 +241,7 @@ def _over_caps(policy: Policy, limits: Limits, wishes: ResourceWishes, ttl_s: fl
 
 def _placement(policy: Policy, template: str, placement: Placement, user: str) -> list[_Denial]:
     denials: list[_Denial] = []
-    rule = policy.templates.get(template)
+    rule = policy.template_rule(template)
     if rule is None:
         allowed = ", ".join(sorted(policy.templates))
         denials.append(

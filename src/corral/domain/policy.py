@@ -21,6 +21,10 @@ MEND = "mend the policy file; policy/default.yaml of the distribution shows ever
 
 @dataclass(frozen=True)
 class ResourceClass:
+ANY_TEMPLATE = "*"
+"""In `templates`: whatever the operator has built."""
+
+
     """An approved size."""
 
     name: str
@@ -84,6 +88,10 @@ class Policy:
     def smallest_class(self, cpu: float, memory_bytes: int, disk_bytes: int, pids: int) -> str | None:
         """The class with the least memory, then CPU, that holds all of this; of equals the first in the document."""
         fitting = [
+    def template_rule(self, name: str) -> TemplateRule | None:
+        """What callers may do with a template: its own rule, else that of `*`, else None: not allowed."""
+        return self.templates.get(name) or self.templates.get(ANY_TEMPLATE)
+
             c
             for c in self.classes.values()
             if c.cpu >= cpu and c.memory_bytes >= memory_bytes and c.disk_bytes >= disk_bytes and c.pids >= pids
@@ -201,7 +209,7 @@ def _defaults(
     )
     if made.resource_class not in classes:
         node.fail("class", f"there is no class {shown(made.resource_class)}")
-    if made.template not in templates:
+    if made.template not in templates and ANY_TEMPLATE not in templates:
         node.fail("template", f"the template {shown(made.template)} is not allowed")
     for word, value, cap in (
         ("timeout_s", made.timeout_s, caps.timeout_s),

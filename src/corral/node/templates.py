@@ -34,9 +34,10 @@ from typing import Any
 from corral.errors import CorralError
 from corral.node import templates_debian
 from corral.node.templates_frozen import freeze
-from corral.node.templates_images import unpack_archive, unpack_image
-from corral.node.templates_recipe import NAME, Recipe, parse
+from corral.node.templates_images import pin, unpack_archive, unpack_image
+from corral.node.templates_recipe import NAME, TOOLS, Recipe, parse
 from corral.node.templates_sealing import find_program, furnish, seal
+from corral.node.templates_tar import Refused
 from corral.node.templates_unpacking import Caps
 
 Json = dict[str, Any]
@@ -111,6 +112,30 @@ class Templates:
 
     # -- what there is -------------------------------------------------------------------------------------------------------------
     def built(self, name: str) -> Template | None:
+    def add_file(self, path: str, name: str | None = None) -> str:
+        """Make the recipe in a file known; -> its name. Paths in it are relative to where it lies."""
+        recipe = load(path)
+        here = os.path.dirname(os.path.abspath(path))
+        changes: Json = {} if name is None else {"name": name}
+        for member in ("archive", "image"):
+            if (found := getattr(recipe, member)) is not None:
+                changes[member] = os.path.normpath(os.path.join(here, found))
+        recipe = parse(recipe.document() | changes, os.path.basename(path))
+        self.add(recipe)
+        return recipe.name
+
+    def add_packed(self, kind: str, path: str, name: str, more: Json) -> str:
+        """Make a recipe for an archive or image as it is now; another content later is another recipe."""
+        path = os.path.abspath(path)
+        try:
+            found = pin(Path(path))
+        except (OSError, Refused) as error:
+            raise CorralError("invalid_value", f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        member = "archive" if kind == "archive" else "image"
+        document = {"name": name, "kind": kind, member: path, "sha256": found, "languages": TOOLS}
+        self.add(parse(document | {k: v for k, v in more.items() if v is not None}, path))
+        return name
+
         """The base of a template if it is there; does no work."""
         record = self._record(name)
         if record is None or not os.path.isdir(record["path"]):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from corral.services.executor import Executor
     from corral.services.files import Files
     from corral.services.sandboxes import Sandboxes
+    from corral.services.templates import Templates
     from corral.services.upkeep import Upkeep
 
 Json = dict[str, Any]
@@ -120,6 +121,11 @@ class Services:
     runs: Executor
     upkeep: Upkeep
     files: Files
+
+    @property
+    def templates(self) -> Templates:
+        """What sandboxes are made from."""
+        return self.upkeep.templates
 
     async def start(self) -> None:
         """Take over what an earlier owner left, then begin the loops."""

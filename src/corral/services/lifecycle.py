@@ -330,7 +330,7 @@ class Lifecycle:
     # -- placement -------------------------------------------------------------------------------------------------------------
     async def choose(self, placement: Placement, floor: int, enforced: Collection[str]) -> PlacementChoice:
         """Which runtime; raises what makes the wish impossible here, a template that policy allows and nobody can build too."""
-        if placement.template is not None and placement.template in self._core.policy.templates:
+        if placement.template is not None and self._core.policy.template_rule(placement.template) is not None:
             known = [str(template["name"]) for template in await self._core.node.templates()]
             if placement.template not in known:
                 raise CorralError(

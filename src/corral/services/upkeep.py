@@ -15,6 +15,7 @@ from corral.services.events import Caller
 from corral.services.executor import Executor
 from corral.services.lifecycle import Lifecycle
 from corral.services.sandboxes import LIVING_STATES, OPEN_EXEC, Sandboxes
+from corral.services.templates import Templates
 
 Json = dict[str, Any]
 MAKING = ("requested", "planning", "allocating", "provisioning", "locking", "ready")
@@ -35,6 +36,7 @@ class Upkeep:
         self._executor = executor
         self._sandboxes = sandboxes
         self._documents = documents
+        self.templates = Templates(core, self._living)
 
     # -- take-over -------------------------------------------------------------------------------------------------------------
     async def take_over(self) -> None:
@@ -171,7 +173,7 @@ class Upkeep:
         forgotten = 0  # the store was lost, its guests live on
         for instance_id in set(here) - {instance.instance_id for instance in known}:
             forgotten += await self._lifecycle.remove_instance(instance_id, "gc")
-        removed = await core.node.gc()
+        removed = await core.node.gc() | await self.templates.sweep()
         if forgotten:
             removed["instance"] = removed.get("instance", 0) + forgotten
         return {"removed": removed, "sandboxes": finished, "leftovers": await core.node.leftovers()}
@@ -224,7 +226,7 @@ class Upkeep:
         core = self._core
         runtimes = await core.node.runtimes(fresh=fresh)
         default, why = await self.default_runtime()
-        more = {"default_reason": why, "templates": await core.node.templates()}
+        more = {"default_reason": why, "templates": await core.node.templates(), "bases": await self.templates.bases()}
         return self._documents.doctor(runtimes, default, await core.node.host(), await core.node.leftovers(), more)
 
 

@@ -47,6 +47,7 @@ def test_only_calls_that_begin_something_are_refused_while_draining() -> None:
         "/v1/runs",
         "/v1/sandboxes",
         "/v1/sandboxes/{sandbox_id}/execs",
+        "/v1/templates",
     }
 
 

@@ -387,12 +387,81 @@ def test_wrong_usage_names_the_words_as_they_are_written_and_the_help_to_read(
 
 
 def test_templates_are_listed(corral: Call, transport: FakeTransport) -> None:
-    transport.document = lambda method, path: {"templates": [{"name": "host", "languages": ["c", "python"]}]}
-    assert corral("template", "ls", "--json").json == {
-        "items": [{"name": "host", "languages": ["c", "python"]}],
-        "next": None,
-    }
+    page = {"items": [{"name": "host", "languages": ["c", "python"]}], "next": None}
+    transport.document = lambda method, path: page if (method, path) == ("GET", "/v1/templates") else {}
+    assert corral("template", "ls", "--json").json == page
     assert b"c python" in corral("template", "ls").out
+
+
+def built(**more: Any) -> dict[str, Any]:
+    known = {"name": "mine", "digest": "sha256:00", "allowed": True, "build": None}
+    return known | more
+
+
+def test_a_build_is_watched_to_its_end(corral: Call, transport: FakeTransport) -> None:
+    building = built(digest=None, build={"state": "building", "text": "fetching", "part": 0.5, "error": None})
+    answers = iter([building, building, built()])
+    transport.document = lambda method, path: next(answers)
+    told = corral("template", "build", "mine", "--refresh")
+    assert (told.status, told.out) == (0, b"mine sha256:00\n")
+    assert [call[:2] for call in transport.calls] == [
+        ("POST", "/v1/templates"),
+        *[("GET", "/v1/templates/mine")] * 2,
+    ]
+
+
+def test_a_build_that_failed_says_why_and_one_that_vanished_that_it_did(corral: Call, transport: FakeTransport) -> None:
+    problem = CorralError("template_unavailable", "template mine: usr/x looks like a credential").to_problem()
+    transport.document = lambda method, path: built(
+        digest=None, build={"state": "failed", "text": "", "part": None, "error": problem}
+    )
+    told = corral("template", "build", "mine")
+    assert told.status == 125
+    assert "usr/x looks like a credential" in told.err
+    transport.document = lambda method, path: built(digest=None)
+    assert "interrupted" in corral("template", "build", "mine").err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [], ["a", "--from-archive", "x"], ["--from-archive", "x"], ["--from-oci", "x"], ["a", "--name", "b"],
+        ["a", "--platform", "linux/amd64"], ["./nothing.yaml"], ["--from-archive", "nothing.tar", "--name", "b"],
+    ],
+)  # fmt: skip
+def test_a_build_of_nothing_or_of_two_things_is_wrong_usage(
+    corral: Call, transport: FakeTransport, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CORRAL_URL", raising=False)
+    assert corral("template", "build", *words).status == 2
+    assert transport.calls == []
+
+
+def test_a_server_takes_no_recipes(corral: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CORRAL_URL", "http://127.0.0.1:9")
+    (tmp_path / "a.yaml").write_text("name: a\nkind: frozen\n")
+    told = corral("template", "build", str(tmp_path / "a.yaml"))
+    assert told.status == 2
+    assert "a server takes no recipes" in told.err
+
+
+def test_a_template_that_is_removed_says_what_it_freed(corral: Call, transport: FakeTransport) -> None:
+    transport.document = lambda method, path: {"name": "mine", "digest": "sha256:0", "freed_bytes": 3 << 20}
+    assert corral("template", "rm", "mine").out == b"mine: 3.0 MiB freed\n"
+    transport.document = lambda method, path: {"name": "mine", "digest": None, "freed_bytes": 0}
+    assert corral("template", "rm", "mine").out == b"mine: nothing was built\n"
+
+
+def test_a_template_is_shown_with_its_packages(corral: Call, transport: FakeTransport) -> None:
+    document = built(
+        kind="oci", description="d", path="/b", reason=None, size_bytes=2048, files=3, built_at=0.0, build_s=1.5,
+        languages=["c"], skills=[], sandboxes=["sbx_1"], image={"user": "app", "env": ["A=1"]}, packages={"gcc": "12"},
+    )  # fmt: skip
+    transport.document = lambda method, path: document
+    out = corral("template", "show", "mine").out.decode()
+    for line in ("size: 2.0 KiB", "built at: 1970-01-01T00:00:00+00:00", "sandboxes: sbx_1", "image user: app", "gcc"):
+        assert line in out
+    assert corral("template", "show", "mine", "--json").json == document
 
 
 def test_the_history_of_a_sandbox_is_a_table(corral: Call, transport: FakeTransport) -> None:

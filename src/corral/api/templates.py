@@ -1,0 +1,40 @@
+"""Handlers about templates. The body of a build names a recipe of the operator; no path of the host is taken from a request."""
+
+from __future__ import annotations
+
+from corral.api.calls import Reply, Request, document_of, seconds_of
+from corral.domain.quantities import shown
+from corral.errors import CorralError
+from corral.services.control import Services
+
+FIELDS = frozenset({"name", "refresh"})
+BUILD_WAIT_S = 600.0
+
+
+async def list_templates(services: Services, request: Request) -> Reply:
+    return Reply(200, {"items": await services.templates.every(), "next": None})
+
+
+async def get_template(services: Services, request: Request, name: str) -> Reply:
+    return Reply(200, await services.templates.get(name, seconds_of(request, "wait", 0.0)))
+
+
+async def build_template(services: Services, request: Request) -> Reply:
+    document = await document_of(request)
+    if not isinstance(document, dict):
+        raise CorralError("invalid_value", "the body is not an object", field="")
+    for member in document:
+        if member not in FIELDS:
+            hint = "known: name, refresh; what it is made from stands in the operator's recipe"
+            raise CorralError("invalid_value", f"unknown member {shown(member)}", field=f"/{member}", hint=hint)
+    name, refresh = document.get("name"), document.get("refresh", False)
+    if not isinstance(name, str):
+        raise CorralError("invalid_value", "name must be the name of a template", field="/name")
+    if not isinstance(refresh, bool):
+        raise CorralError("invalid_value", "refresh must be true or false", field="/refresh")
+    made = await services.templates.build(name, refresh=refresh, wait_s=seconds_of(request, "wait", BUILD_WAIT_S))
+    return Reply(202 if made["build"] else 200, made)
+
+
+async def delete_template(services: Services, request: Request, name: str) -> Reply:
+    return Reply(200, await services.templates.remove(name))
