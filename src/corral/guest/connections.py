@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
         def gone(self, connection: Connection) -> None: ...
 
+        def cut_off(self) -> None: ...
+
 
 MAX_QUEUED = 256 * 1024
 MAX_REQUEST = 12 * 1024 * 1024
@@ -85,7 +87,7 @@ class Connection:
         except OSError:
             data = b""
         if not data:
-            self.close()
+            self._ended()
             return
         try:
             for kind, payload in self.decoder.feed(data):
@@ -94,6 +96,11 @@ class Connection:
                 self.guest.received(self, kind, payload)
         except protocol.ProtocolError:
             self.close()
+
+    def _ended(self) -> None:
+        if self.resync:
+            self.guest.cut_off()
+        self.close()
 
     def restart(self, nonce: bytes) -> None:
         """A new client on the same pipes: forget the old one's, answer the nonce."""
@@ -119,7 +126,7 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError:
-            self.close()
+            self._ended()
             return
         if self.open:
             self._watch()

@@ -128,11 +128,13 @@ class Runner:
             self._dismiss(post)
             processes.await_child(pid, until)
 
-    def wake(self) -> None:
-        """The end of `rest`, perhaps as another sandbox: what still runs is older than any fence to come."""
+    def wake(self, after: float) -> None:
+        """The end of `rest`, perhaps as another sandbox: what still runs is older than any fence to come, and has the time that it had."""
         self._resting = False
         for job in self.by_supervisor.values():
             job.fence = (0, 0)
+            if job.deadline is not None:
+                job.deadline += after
 
     def _keep(self, post: Post) -> None:
         self.idle[post.pid] = post
@@ -548,7 +550,7 @@ class Runner:
 
     def tick(self, now: float) -> None:
         for job in list(self.by_supervisor.values()):
-            if job.deadline is not None and now >= job.deadline:
+            if job.deadline is not None and now >= job.deadline and not self._resting:
                 job.deadline = None
                 self.end(job, job.grace, "timeout")
             if job.force_at is not None and now >= job.force_at:

@@ -43,3 +43,33 @@ class Loop:
             if handler is not None:
                 handler(events)
         return len(ready)
+
+
+class Deadline:
+    """The dead man's switch, by the monotonic clock; while `quiet` by the time in which this process runs.
+
+    That clock goes on while the process is only a file, a snapshot that nobody has restored.
+    """
+
+    TURN_S = 0.5
+    """The longest that a turn of the loop may take while quiet; what takes longer was no time of ours."""
+
+    def __init__(self, at: float | None) -> None:
+        self.at = at
+        self.quiet = False
+        self._left = 0.0
+
+    def begin_quiet(self, now: float) -> None:
+        self.quiet = True
+        self._left = 0.0 if self.at is None else self.at - now
+
+    def end_quiet(self, now: float) -> None:
+        self.quiet = False
+        if self.at is not None:
+            self.at = now + self._left
+
+    def turned(self, seconds: float) -> None:
+        self._left -= min(seconds, self.TURN_S)
+
+    def is_over(self, now: float) -> bool:
+        return self.at is not None and (self._left <= 0 if self.quiet else now >= self.at)

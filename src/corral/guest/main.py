@@ -16,7 +16,7 @@ from corral.guest import begin, loop, processes, protocol
 from corral.guest.connections import MAX_QUEUED, Connection
 from corral.guest.execs import Runner
 from corral.guest.record import Exec
-from corral.guest.requests import Defaults, Refusal, integer_of, seconds_of, window_of
+from corral.guest.requests import Defaults, Refusal, fence_of, integer_of, seconds_of, window_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Guest:
         self.options = options
         self.loop = loop.Loop()
         self.begun = time.monotonic()
-        self.deadline = None if options.deadline is None else self.begun + options.deadline
+        self.deadline = loop.Deadline(None if options.deadline is None else self.begun + options.deadline)
         self.seen_client = False
         self.connections: list[Connection] = []
         self.incarnation = 0
@@ -42,6 +42,7 @@ class Guest:
         self.sandbox = ""
         self.quiet = False
         """Made ready for a snapshot of its memory; which copy of it this is, the next `identify` tells."""
+        self.quiet_since = 0.0
         self.exited: dict[int, int] = {}
         self.orphans: dict[int, int] = {}
         self.stop = False
@@ -98,7 +99,9 @@ class Guest:
             self.loop.watch(listener.fileno(), loop.READ, lambda _: self._accept(listener))
         gc.freeze()
         while not self.stop:
+            begun = time.monotonic()
             moved = self.loop.turn(0 if self.wants_standby else self._timeout())
+            self.deadline.turned(time.monotonic() - begun)
             self._tick()
             if self.wants_standby and not moved:
                 # Nobody waits for us: the time to prepare for the next exec.
@@ -109,9 +112,11 @@ class Guest:
         self._die()
 
     def _timeout(self) -> int | None:
+        if self.quiet:
+            return int(loop.Deadline.TURN_S * 1000)
         times = []
-        if self.deadline is not None:
-            times.append(self.deadline)
+        if self.deadline.at is not None:
+            times.append(self.deadline.at)
         if not self.seen_client:
             times.append(self.begun + FIRST_CONNECTION_S)
         soon = self.runner.next_time()
@@ -123,9 +128,7 @@ class Guest:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if (self.deadline is not None and now >= self.deadline) or (
-            not self.seen_client and now >= self.begun + FIRST_CONNECTION_S
-        ):
+        if self.deadline.is_over(now) or (not self.seen_client and now >= self.begun + FIRST_CONNECTION_S):
             self.stop = True
             return
         self.runner.tick(now)
@@ -147,6 +150,10 @@ class Guest:
         os.set_blocking(fd, False)
         self.seen_client = True
         self.connections.append(Connection(self, fd, fd, lambda: os.close(fd), resync=False))
+
+    def cut_off(self) -> None:
+        """The pipes to the host are at an end: nobody can ever call again."""
+        self.stop = True
 
     def gone(self, connection: Connection) -> None:
         if connection in self.connections:
@@ -313,7 +320,7 @@ class Guest:
             raise Refusal("illegal_transition", "the guest was not identified yet")
         if request.get("fence") is None and not required:
             return
-        fence = _fence_of(request)
+        fence = fence_of(request)
         if fence < self.floor or fence[0] != self.incarnation:
             raise Refusal("lease_lost", f"the floor is {self.floor[0]}.{self.floor[1]}")
         self.floor = max(self.floor, fence)
@@ -349,7 +356,7 @@ class Guest:
 
     def _identify(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         sandbox = request.get("sandbox")
-        fence = _fence_of(request)
+        fence = fence_of(request)
         if type(sandbox) is not str or not sandbox or len(sandbox) > 100:
             raise Refusal("bad_request", "identify needs the sandbox's id", "sandbox")
         instance = request.get("instance", self.options.instance)
@@ -363,7 +370,9 @@ class Guest:
             raise Refusal("lease_lost", f"the floor is {self.floor[0]}.{self.floor[1]}")
         if self.quiet:
             self.quiet = False
-            self.runner.wake()
+            now = time.monotonic()
+            self.deadline.end_quiet(now)
+            self.runner.wake(now - self.quiet_since)
         self.options.instance = instance
         self.sandbox = sandbox
         self.incarnation = fence[0]
@@ -383,6 +392,8 @@ class Guest:
 
     def _quiesce(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         self.quiet = True
+        self.quiet_since = time.monotonic()
+        self.deadline.begin_quiet(self.quiet_since)
         self.wants_standby = False
         self.runner.rest(time.monotonic() + END_PATIENCE_S)
         os.sync()
@@ -396,7 +407,7 @@ class Guest:
             raise Refusal("bad_request", "mode is kill or adopt", "mode")
         if mode == "adopt":
             return {"killed_all": True, "killed": 0}
-        fence = _fence_of(request)
+        fence = fence_of(request)
         living = list(self.runner.by_supervisor.values())
         older = [job for job in living if job.fence < fence]
         if len(older) == len(living):
@@ -442,7 +453,7 @@ class Guest:
             return known.facts() | {"already": True}
         attach = integer_of(request, "attach", -1, 0, 2**31)
         numbers = self._stream_numbers(request) if attach >= 0 else {}
-        job = self.runner.start(spec, _fence_of(request))
+        job = self.runner.start(spec, fence_of(request))
         if job.state != "starting":
             return job.facts()
         if attach >= 0:
@@ -562,19 +573,12 @@ class Guest:
         seconds = seconds_of(request, "seconds", None)
         if seconds is None:
             raise Refusal("bad_request", "deadline needs seconds", "seconds")
-        self.deadline = time.monotonic() + seconds
+        self.deadline.at = time.monotonic() + seconds
         return {}
 
     def _shutdown(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         self.stop = True
         return {}
-
-
-def _fence_of(request: dict[str, Any]) -> tuple[int, int]:
-    fence = request.get("fence")
-    if type(fence) is not list or len(fence) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in fence):
-        raise Refusal("bad_request", "a fence is [incarnation, token]", "fence")
-    return fence[0], fence[1]
 
 
 def main(arguments: list[str]) -> NoReturn:

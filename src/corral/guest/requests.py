@@ -119,3 +119,10 @@ def choice_of(spec: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
     if value not in values:
         raise Refusal("bad_request", f"{name} is one of {' '.join(values)}", name)
     return str(value)
+
+
+def fence_of(request: dict[str, Any]) -> tuple[int, int]:
+    fence = request.get("fence")
+    if type(fence) is not list or len(fence) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in fence):
+        raise Refusal("bad_request", "a fence is [incarnation, token]", "fence")
+    return fence[0], fence[1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -88,6 +90,30 @@ async def test_only_the_owner_makes_it_quiet(quiet: RunningGuest) -> None:
     await client.fence(Fence(1, 5), "adopt")
     assert await refusal(client.quiesce(Fence(1, 4))) == "lease_lost"
     assert await client.ping() < 60
+
+
+async def test_the_deadline_waits_while_the_guest_is_only_a_file(quiet: RunningGuest) -> None:
+    """Here it is stopped instead: its clock goes on, and it does not run."""
+    client = await quiet.connect()
+    await client.extend_deadline(3.0, fence=FENCE)
+    await client.quiesce(FENCE)
+    pid = processes.descendants(quiet.process.pid)[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(3.5)
+    os.kill(pid, signal.SIGCONT)
+    client = await quiet.connect()
+    await identify(client, "sbx_test", FENCE)
+    assert (await client.usage())["execs"] == 0
+    # What was left of it then is left of it now.
+    assert await asyncio.to_thread(quiet.process.wait, 60) == 0
+
+
+async def test_a_copy_that_nobody_identifies_ends_at_its_deadline(quiet: RunningGuest) -> None:
+    client = await quiet.connect()
+    await client.extend_deadline(1.5, fence=FENCE)
+    await client.quiesce(FENCE)
+    await client.close()
+    assert await asyncio.to_thread(quiet.process.wait, 60) == 0
 
 
 async def test_identify_tells_how_far_the_clock_is_off(quiet: RunningGuest) -> None:

@@ -124,3 +124,12 @@ def test_thirty_deaths_in_mid_frame_are_resynced(pipes: Pipes) -> None:
     assert got == (b"0123456789\n" * (len(got) // 11 + 1))[: len(got)]
     assert pipes.request("exec.kill", exec_id="exe_1", grace_s=0)["killed_all"] is True
     assert pipes.request("usage")["processes"] == 0
+
+
+def test_a_guest_whose_pipe_is_at_an_end_ends_too() -> None:
+    """As with a runtime that hands it one end only: it must not spin."""
+    command = [sys.executable, "-I", "-S", "-B", str(BOOT), "--deadline", "300", "--control-fifo"]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=60).returncode == 0
+    nonce = protocol.MAGIC + b"n" * protocol.NONCE
+    done = subprocess.run(command, input=nonce, stdout=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stdout) == (0, nonce)
