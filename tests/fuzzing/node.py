@@ -55,6 +55,9 @@ class StubTemplates:
     async def ensure(self, name: str, progress: Any = None) -> Template:
         return Template(name, "sha256:0", str(self.path), ("python",))
 
+    def hold(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def describe(self) -> list[dict[str, Any]]:
         return []
 
@@ -285,7 +288,7 @@ class World:
 
     def _judge(self, spec: ExecSpec, facts: ExecFacts, job: Any) -> None:
         verdict = judge(facts, LIMITS, MODES)
-        result_document  # noqa: B018
+        result_document
         for text in (verdict.hint or "", facts.infra or ""):
             check_text("a result", text)
         if facts.start_failure is not None:
@@ -354,9 +357,7 @@ class World:
 
     async def _collect(self, mark: bool) -> None:
         into = self.base / "into"
-        found = await self.node.collect(
-            self.instance, outputs=["**"], max_bytes=1 << 20, into=str(into), mark=mark
-        )
+        found = await self.node.collect(self.instance, outputs=["**"], max_bytes=1 << 20, into=str(into), mark=mark)
         trees._check_copies(str(into), found)
 
     async def _restart(self) -> None:
@@ -435,7 +436,7 @@ async def _blocks(count: int) -> AsyncIterator[bytes]:
 
 def run(case: Case) -> VirtualLoop:
     """Target `node`."""
-    base = Path(tempfile.mkdtemp(prefix="corral-fuzz-"))
+    base = Path(tempfile.mkdtemp(prefix="corral-fuzz-", dir=trees.SCRATCH))
     base.chmod(0o755)
     (base / "state").mkdir()
     world: World | None = None

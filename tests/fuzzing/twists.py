@@ -87,9 +87,10 @@ def garbled(text: bytes, tape: Tape) -> bytes:
     kind = tape.below(9)
     if kind == 0:
         try:
-            keys = list(json.loads(text))
+            value = json.loads(text)
         except (ValueError, RecursionError):
-            keys = []
+            value = None
+        keys = list(value) if isinstance(value, dict) else []
         key = json.dumps(tape.choose(keys)) if keys else '"id"'
         again = dumps(tape.choose(VALUES))
         return text[:-1] + b"," + key.encode() + b":" + again + b"}"

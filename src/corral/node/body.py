@@ -178,7 +178,8 @@ class Body:
             await self._client.close()
         waiting = [asyncio.shield(one.done) for one in self.execs.values()]
         if waiting:
-            await asyncio.wait(waiting, timeout=5.0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5.0)
         await self._on_gone(self)
 
     async def kill(self) -> bool:

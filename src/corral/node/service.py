@@ -374,7 +374,8 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
                 await runtime.kill(body.ref)
             jobs = [asyncio.shield(job.done) for job in body.execs.values()]
             if jobs:
-                await asyncio.wait(jobs, timeout=5.0)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5.0)
             self._bodies.pop(instance_id, None)
             await body.let_go()
         return await self._undo(instance_id, runtime)
