@@ -36,6 +36,13 @@ def _print(report: words.Json) -> None:
         terminal.table(
             [{"limits": r["name"], **(r.get("limits") or {})} for r in usable], ("limits", *limits), empty=""
         )
+        terminal.put("\n")
+        able = [{"can": r["name"], "capabilities": _named(r.get("capabilities") or {})} for r in usable]
+        terminal.table(able, ("can", "capabilities"), empty="")
     if report.get("leftovers"):
         terminal.put("\nleft over (corral gc removes it):\n")
         terminal.table(report["leftovers"], ("kind", "id", "instance_id"), empty="")
+
+
+def _named(capabilities: dict[str, bool]) -> str:
+    return " ".join(sorted(name for name, there in capabilities.items() if there))

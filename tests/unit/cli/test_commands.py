@@ -147,6 +147,7 @@ def test_doctor_fails_without_a_default(
             "security_level": 1,
             "version": "1",
             "limits": {"cpu": "enforced"},
+            "capabilities": {"pause": True, "memory_snapshot": True, "resize": False},
         }
     ]
     transport.document = {
@@ -155,7 +156,12 @@ def test_doctor_fails_without_a_default(
         "host": {"cgroup": "v2", "user": "root"},
         "leftovers": [],
     }
-    assert corral("doctor").status == status
+    said = corral("doctor")
+    assert said.status == status
+    assert [line.split() for line in said.out.decode().splitlines()[-2:]] == [
+        ["CAN", "CAPABILITIES"],
+        ["crun", "memory_snapshot", "pause"],
+    ]
     told = corral("doctor", "--json")
     assert (told.status, told.json["default"]) == (status, default)
 
