@@ -48,7 +48,7 @@ SMALL = Limits(
 )
 ROOMY = dataclasses.replace(
     SMALL,
-    memory_bytes=768 * MIB,
+    memory_bytes=1536 * MIB,
     cpu=float(len(os.sched_getaffinity(0))),
     pids=512,
     disk_bytes=160 * MIB,

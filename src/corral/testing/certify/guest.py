@@ -14,7 +14,7 @@ from corral.errors import CorralError
 from corral.linux import sockets
 from corral.testing.certify.bench import FENCE, Bench, Box, fresh, status_of
 from corral.testing.certify.captured import CLAIMS_END
-from corral.testing.certify.register import Try, attack, opened
+from corral.testing.certify.register import Try, attack, of_its_own, opened
 from corral.testing.certify.verdict import Seen, Trial
 from corral.testing.hostile.channel import CONNECT, DESCRIPTORS, FORGERIES, SPEAK
 from corral.testing.hostile.guest import guest
@@ -26,9 +26,28 @@ WHERE = "with every defence of the guest off"
 
 
 TOLD = frozenset(
-    ["environ", "maps", "smaps", "auxv", "stack", "syscall", "pagemap", "io", "personality", "list fd", "list map_files", "follow fd", "exe", "namespace"]
+    [
+        "environ",
+        "maps",
+        "smaps",
+        "auxv",
+        "stack",
+        "syscall",
+        "pagemap",
+        "io",
+        "personality",
+        "list fd",
+        "list map_files",
+        "follow fd",
+        "exe",
+        "namespace",
+    ]
 )
 """What /proc tells of a process: less than its memory, more than a program should know."""
+
+
+RANK = frozenset({"affinity", "priority", "scheduler"})
+"""What a kernel of its own only notes down: the host's scheduler is not asked."""
 
 
 def _memory(told: bool) -> Try:
@@ -42,8 +61,13 @@ def _memory(told: bool) -> Try:
             return found
 
         found: dict[str, tuple[dict[str, str], dict[str, str]]] = await bench.once("memory", ask)
+        own = RANK if await bench.own_kernel() else frozenset()
         return [
-            Trial(f"{name} of the {target}", opened(answer), opened(there.get(name), WHERE))
+            Trial(
+                f"{name} of the {target}",
+                of_its_own(opened(answer)) if name in own else opened(answer),
+                opened(there.get(name), WHERE),
+            )
             for target, (here, there) in found.items()
             for name, answer in here.items()
             if (name in TOLD) == told

@@ -188,10 +188,15 @@ def seen_mode(amount: Amount, ended: Ended) -> tuple[Mode | None, str]:
 def _amount(amount: Amount) -> Callable[[Bench], Any]:
     async def run(bench: Bench) -> list[Trial]:
         code = amount.code % (TIMES * amount.size)
-        small, roomy = await bench.small(), await bench.roomy()
+        if amount.limit == "pids":  # with memory for all of them, or that would be what ends them
+            await bench.let_go("small")
+            small = await bench.create(limits=dataclasses.replace(SMALL, memory_bytes=ROOMY.memory_bytes))
+        else:
+            small = await bench.small()
+        roomy = await bench.roomy()
         ended = await small.python(code, background="kill")
         mode, how = seen_mode(amount, ended)
-        await bench.let_go("small")  # the next limit is attacked from its beginning
+        await small.destroy()  # the next limit is attacked from its beginning
         try:
             once = code.replace(f"sleep({STAY_S})", "sleep(0)")
             passed, told = _passed(amount, await roomy.python(once, background="kill", limits=ROOMY))
