@@ -54,7 +54,8 @@ def test_a_fork_bomb_is_held_while_a_neighbour_stays_fast(box: Box, marker: str)
 
 def test_many_short_children_leave_no_zombies(box: Box) -> None:
     sandbox = box.sandbox()
-    doc = box.exec_json(sandbox, "bash", "-c", "for i in $(seq 300); do (sleep .05 &); done; sleep 0.5")
+    many = 50 if box.own_kernel else 300
+    doc = box.exec_json(sandbox, "bash", "-c", f"for i in $(seq {many}); do (sleep .05 &); done; sleep 0.5")
     assert doc["result"]["exit_code"] in (0, 1, 254), doc["result"]
     zombies = box.exec_json(sandbox, "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | grep -c ') Z ' || true")
     assert int(zombies["result"]["stdout"]["text"]) < 5
