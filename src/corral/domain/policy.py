@@ -19,12 +19,12 @@ _NOTHING: tuple[str, ...] = ()
 MEND = "mend the policy file; policy/default.yaml of the distribution shows every member"
 
 
-@dataclass(frozen=True)
-class ResourceClass:
 ANY_TEMPLATE = "*"
 """In `templates`: whatever the operator has built."""
 
 
+@dataclass(frozen=True)
+class ResourceClass:
     """An approved size."""
 
     name: str
@@ -85,13 +85,13 @@ class Policy:
     require_enforced: frozenset[str] = frozenset()
     networks: frozenset[str] = field(default_factory=lambda: frozenset({"none"}))
 
-    def smallest_class(self, cpu: float, memory_bytes: int, disk_bytes: int, pids: int) -> str | None:
-        """The class with the least memory, then CPU, that holds all of this; of equals the first in the document."""
-        fitting = [
     def template_rule(self, name: str) -> TemplateRule | None:
         """What callers may do with a template: its own rule, else that of `*`, else None: not allowed."""
         return self.templates.get(name) or self.templates.get(ANY_TEMPLATE)
 
+    def smallest_class(self, cpu: float, memory_bytes: int, disk_bytes: int, pids: int) -> str | None:
+        """The class with the least memory, then CPU, that holds all of this; of equals the first in the document."""
+        fitting = [
             c
             for c in self.classes.values()
             if c.cpu >= cpu and c.memory_bytes >= memory_bytes and c.disk_bytes >= disk_bytes and c.pids >= pids

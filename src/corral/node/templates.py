@@ -110,8 +110,6 @@ class Templates:
         text = yaml.safe_dump(recipe.document(), allow_unicode=True, sort_keys=False)
         _replace(place / f"{recipe.name}.yaml", text)
 
-    # -- what there is -------------------------------------------------------------------------------------------------------------
-    def built(self, name: str) -> Template | None:
     def add_file(self, path: str, name: str | None = None) -> str:
         """Make the recipe in a file known; -> its name. Paths in it are relative to where it lies."""
         recipe = load(path)
@@ -136,6 +134,8 @@ class Templates:
         self.add(parse(document | {k: v for k, v in more.items() if v is not None}, path))
         return name
 
+    # -- what there is -------------------------------------------------------------------------------------------------------------
+    def built(self, name: str) -> Template | None:
         """The base of a template if it is there; does no work."""
         record = self._record(name)
         if record is None or not os.path.isdir(record["path"]):

@@ -21,6 +21,20 @@ KINDS: dict[str, frozenset[str]] = {
 }
 """The members of each kind beside those that every recipe may have."""
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGKILL"})
+TOOLS = {
+    "python": "python3",
+    "bash": "bash",
+    "javascript": "node",
+    "typescript": "tsc",
+    "c": "cc",
+    "cpp": "g++",
+    "go": "go",
+    "java": "javac",
+    "rust": "rustc",
+    "sql": "sqlite3",
+    "r": "Rscript",
+}
+"""Language -> program, for a tree of which nothing else is known."""
 _SHARED = frozenset({"name", "kind", "description", "languages", "skills", "start", "ready", "health", "stop_signal"})
 
 

@@ -8,14 +8,14 @@ from corral.domain import guard
 from corral.domain.intent import ResourceIntent
 from corral.domain.limits import LimitModes, Limits
 from corral.domain.plan import PLANNER_VERSION, plan_by_rules
-from corral.domain.policy import SECCOMP_PROFILES, Policy
+from corral.domain.policy import Policy
 from corral.domain.request import ExecRequest, Placement, ResourceWishes, RunRequest, SandboxRequest
 from corral.errors import CorralError
 
 DOCUMENT = yaml.safe_load((Path(__file__).parents[3] / "policy" / "default.yaml").read_text("utf-8"))
-POLICY = Policy.from_dict(DOCUMENT)
 SHIPPED = Policy.from_dict(DOCUMENT)
 del DOCUMENT["templates"]["*"]
+POLICY = Policy.from_dict(DOCUMENT)
 RUN = RunRequest(code="1", language="python")
 
 
@@ -137,13 +137,13 @@ def test_what_is_not_on_a_list_is_denied(placement, more, rule):
     assert (made.verdict, made.rule) == ("deny", rule)
 
 
-def test_a_policy_may_demand_the_kernel():
 def test_the_shipped_policy_takes_what_the_operator_has_built_and_no_root_in_it():
     assert decide(placement=Placement(template="mine"), policy=SHIPPED).allowed
     made = decide(placement=Placement(template="mine"), policy=SHIPPED, user="root")
     assert (made.verdict, made.rule) == ("deny", "templates.mine.root")
 
 
+def test_a_policy_may_demand_the_kernel():
     policy = Policy.from_dict(changed("isolation", "require_enforced", value=["memory"]))
     assert decide(policy=policy, modes=LimitModes(memory="enforced")).allowed
     made = decide(policy=policy, modes=LimitModes(memory="watched"))
