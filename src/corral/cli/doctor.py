@@ -10,14 +10,18 @@ from corral.cli.connection import opened
 
 @click.command()
 @click.option("--fresh", is_flag=True, help="Probe again instead of using what was found since boot.")
+@click.option("--security", is_flag=True, help="Grade host and runtimes, A to D, by behaviour probes.")
 @words.json_option
 @click.pass_context
-def command(ctx: click.Context, fresh: bool, as_json: bool) -> None:
+def command(ctx: click.Context, fresh: bool, security: bool, as_json: bool) -> None:
     """Say which runtimes work here, how each holds the limits, and what is left over. Exit status 1 if none works."""
+    params = {name: True for name, wanted in (("fresh", fresh), ("security", security)) if wanted}
     with opened() as transport:
-        report = transport.request("GET", "/v1/doctor", params={"fresh": True} if fresh else None)
+        report = transport.request("GET", "/v1/doctor", params=params or None)
     if as_json:
         terminal.put_json(report)
+    elif security:
+        _print_grades(report["security"])
     else:
         _print(report)
     ctx.exit(0 if report.get("default") else 1)
@@ -46,3 +50,27 @@ def _print(report: words.Json) -> None:
 
 def _named(capabilities: dict[str, bool]) -> str:
     return " ".join(sorted(name for name, there in capabilities.items() if there))
+
+
+GRADES = {"A": "green", "B": "green", "C": "yellow", "D": "bold red"}
+
+
+def _print_grades(report: words.Json) -> None:
+    graded = [{"name": "host", **report["host"]}, *report["runtimes"]]
+    rows = [{**one, "style": GRADES[one["grade"]]} for one in graded]
+    terminal.table(rows, ("name", "grade", "reason", "hint"), empty="", style="style")
+    verdicts = {True: ("ok", "green"), False: ("missing", "yellow"), None: ("unknown", "")}
+    checks = [
+        {
+            "check": check["name"],
+            "kind": check["kind"],
+            "verdict": verdicts[check["ok"]][0],
+            "seen": check["seen"],
+            "hint": check["hint"] if check["ok"] is False else None,
+            "style": verdicts[check["ok"]][1],
+        }
+        for check in report["checks"]
+    ]
+    terminal.put("\n")
+    terminal.table(checks, ("check", "kind", "verdict", "seen", "hint"), empty="", style="style")
+    terminal.put("\ncorral certify attacks the runtimes and shows what holds\n")

@@ -13,10 +13,11 @@ from typing import Any, Literal
 from corral import faults
 from corral.domain.facts import ExecFacts, StreamFacts
 from corral.domain.fence import Fence
+from corral.domain.grade import Check
 from corral.domain.ids import is_id, ulid_of
 from corral.domain.limits import LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups
+from corral.linux import cgroups, posture
 from corral.linux.guesttree import remove_tree
 from corral.node import execs as exec_life
 from corral.node import files, leftovers, making, snapshots
@@ -243,6 +244,9 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         kind = await asyncio.to_thread(lambda: cgroups.host().kind)
         user: Literal["root", "user"] = "root" if os.geteuid() == 0 else "user"
         return HostFacts(kind, user, memory, len(os.sched_getaffinity(0)))
+
+    async def posture(self) -> list[Check]:
+        return await asyncio.to_thread(posture.checks)
 
     async def instances(self) -> list[str]:
         return list(self._journal.instances)

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 from corral.domain.facts import ExecFacts
 from corral.domain.fence import Fence
+from corral.domain.grade import Check
 from corral.domain.limits import Limits
 from corral.ports.runtime import Evidence, RuntimeInfo, Stats
 
@@ -202,6 +203,10 @@ class Node(Protocol):
         ...
 
     async def host(self) -> HostFacts: ...
+
+    async def posture(self) -> list[Check]:
+        """What behaviour probes of the host see, for its grade (`domain.grade`); tried anew at each call."""
+        ...
 
     async def templates(self) -> list[dict[str, Any]]:
         """`{"name","digest"|None,"available":bool,"reason","languages":[..]}` for each known template."""

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from corral.domain.facts import StreamFacts
+from corral.domain.grade import Check, check_dict, grade_host, grade_runtime
 from corral.domain.limits import LimitModes, Limits
 from corral.domain.records import EventRecord, ExecRecord, RunRecord, SandboxView
 from corral.domain.result import limits_document, stream_document
@@ -194,6 +195,22 @@ class Documents:
                 }
                 for event in history
             ],
+        }
+
+    # -- the host, graded ------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def security(runtimes: Sequence[RuntimeInfo], checks: Sequence[Check]) -> Json:
+        """Grades with their reasons, and what they rest on."""
+        graded = {
+            info.name: grade_runtime(
+                info.usable, info.reason, info.security_level, info.capabilities, info.limits, checks
+            ).as_dict()
+            for info in runtimes
+        }
+        return {
+            "host": grade_host(checks).as_dict(),
+            "runtimes": [{"name": name, **grade} for name, grade in graded.items()],
+            "checks": [check_dict(check) for check in checks],
         }
 
     # -- the host --------------------------------------------------------------------------------------------------------------

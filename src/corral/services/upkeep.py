@@ -221,12 +221,18 @@ class Upkeep:
             return None, error.detail
         return choice.runtime, choice.reason
 
-    async def doctor(self, *, fresh: bool = False) -> Json:
-        """The document of `corral doctor`."""
+    async def doctor(self, *, fresh: bool = False, security: bool = False) -> Json:
+        """The document of `corral doctor`; with `security` host and runtimes are graded."""
         core = self._core
         runtimes = await core.node.runtimes(fresh=fresh)
         default, why = await self.default_runtime()
-        more = {"default_reason": why, "templates": await core.node.templates(), "bases": await self.templates.bases()}
+        more: Json = {
+            "default_reason": why,
+            "templates": await core.node.templates(),
+            "bases": await self.templates.bases(),
+        }
+        if security:
+            more["security"] = self._documents.security(runtimes, await core.node.posture())
         return self._documents.doctor(runtimes, default, await core.node.host(), await core.node.leftovers(), more)
 
 

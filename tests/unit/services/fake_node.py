@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from corral.domain.facts import ExecFacts, StartFailure, StreamFacts, Usage
 from corral.domain.fence import Fence
+from corral.domain.grade import Check
 from corral.domain.limits import LimitModes
 from corral.errors import CorralError
 from corral.ports.node import Chunk, Collected, CreateInstance, ExecSpec, Gap, HostFacts, InstanceReport
@@ -98,6 +99,9 @@ class FakeNode:
 
     async def template_seccomp(self, template: str) -> str:
         return self.profiles.get(template, "default")
+
+    async def posture(self) -> list[Check]:
+        return [Check("seccomp filter", "must", True, "works"), Check("swap", "may", False, "1 in use", "swapoff")]
 
     async def ensure_template(self, template: str, progress: Any = None) -> str:
         return "sha256:" + "0" * 64
