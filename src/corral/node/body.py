@@ -272,11 +272,12 @@ class Body:
         """Whom on the host an exec's processes belong to for sure, given its uid inside; None when they share it with the guest."""
         return self.tree.uid if not self.instance.same_uid and uid == self.instance.exec_uid else None
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something of this body beside; it is cancelled when we let go."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._spawned)
+        return task
 
     def _spawned(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

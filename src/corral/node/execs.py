@@ -89,6 +89,7 @@ class Exec:
         except BaseException as error:
             self.body.execs.pop(self.exec_id, None)
             self.spool.finish()
+            self.pumped.set()
             if not self.done.done():
                 # Somebody may wait for its end already.
                 unknown = CorralError("infra_error", "the start was cut short; whether the program ran is not known")
@@ -122,8 +123,11 @@ class Exec:
             self._timer = asyncio.get_running_loop().call_later(
                 max(0.0, self.limits.wall_s - started_ago), lambda: self.body.spawn(self.end("timeout"))
             )
-        self.meter.watch(lambda reason: self.body.spawn(self.end(reason)))
+        self.meter.watch(self._limit_passed)
         self.task = asyncio.create_task(self._life(status), name=f"exec:{self.exec_id}")
+
+    def _limit_passed(self, reason: str) -> None:
+        self.body.spawn(self.end(reason))
 
     # -- life ----------------------------------------------------------------------------------------------------------
     async def _life(self, status: ExecStatus | None) -> None:
@@ -203,7 +207,7 @@ class Exec:
                 self.ended_by = reason
                 self.body.journal.ending(self.exec_id, reason)
             if self._ending is None:
-                self._ending = asyncio.create_task(self._kill())
+                self._ending = self.body.spawn(self._kill())
         await asyncio.shield(self.done)
 
     async def _kill(self) -> None:
