@@ -16,6 +16,8 @@ from corral.errors import CorralError
 
 T = TypeVar("T")
 _NOTHING: tuple[str, ...] = ()
+SECCOMP_PROFILES = ("default", "debug", "browser")
+"""Profiles of system calls; each after the first opens something (`corral.linux.seccomp`)."""
 MEND = "mend the policy file; policy/default.yaml of the distribution shows every member"
 
 
@@ -66,9 +68,10 @@ class Defaults:
 
 @dataclass(frozen=True)
 class TemplateRule:
-    """`root`: execs may ask for user root."""
+    """`root`: execs may ask for user root. `seccomp`: the profiles of system calls that its recipe may ask for; `default` always."""
 
     root: bool = False
+    seccomp: frozenset[str] = frozenset({"default"})
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,11 @@ class Policy:
         caps = _caps(top.node("caps", set(_CAPS)))
         classes = _classes(top, caps)
         templates = {
-            name: TemplateRule(root=entry.get("root", _flag, False))
-            for name, entry in top.nodes("templates", {"root"}).items()
+            name: TemplateRule(
+                root=entry.get("root", _flag, False),
+                seccomp=frozenset({"default", *entry.get("seccomp", _profiles, _NOTHING)}),
+            )
+            for name, entry in top.nodes("templates", {"root", "seccomp"}).items()
         }
         defaults = _defaults(top.node("defaults", set(_DEFAULTS)), classes, templates, caps)
         isolation = top.node("isolation", {"floor", "require_enforced"})
@@ -310,6 +316,13 @@ def _word(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"must be text, not {shown(value)}")
     return value
+
+
+def _profiles(value: Any) -> tuple[str, ...]:
+    words = _words(value)
+    if unknown := sorted(set(words) - set(SECCOMP_PROFILES)):
+        raise ValueError(f"there is no profile {shown(unknown[0])}; known: {', '.join(SECCOMP_PROFILES)}")
+    return words
 
 
 def _words(value: Any) -> tuple[str, ...]:

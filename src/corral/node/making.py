@@ -72,6 +72,8 @@ async def make(
     data = {**facts, "ref": ref_to_json(runtime.partial_ref(directory, request.instance_id))}
     if request.unsafe:
         data["unsafe"] = sorted(request.unsafe)
+    if request.seccomp != "default":
+        data["seccomp"] = request.seccomp
     journal.put_instance(InstanceEntry(request.instance_id, "creating", request.fence, data))
     faults.point("node.create.journalled")
     body: Body | None = None
@@ -94,6 +96,7 @@ async def make(
                     *("--deadline", f"{request.deadline_s:.3f}"),
                 ),
                 limits=request.limits,
+                seccomp=request.seccomp,
                 unsafe=request.unsafe,
             )
             if image is None:

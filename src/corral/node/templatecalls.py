@@ -24,6 +24,9 @@ class TemplateCalls:
     async def ensure_template(self, template: str, progress: Progress | None = None) -> str:
         return (await self._templates.ensure(template, progress)).digest
 
+    async def template_seccomp(self, template: str) -> str:
+        return (await self._templates.ensure(template)).seccomp
+
     async def template(self, name: str) -> Json:
         return await asyncio.to_thread(self._templates.show, name)
 

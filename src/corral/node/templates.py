@@ -54,6 +54,8 @@ class Template:
     digest: str
     path: str
     languages: tuple[str, ...]
+    seccomp: str = "default"
+    """Profile of system calls that the recipe asked for when it was built."""
 
 
 class Templates:
@@ -140,7 +142,8 @@ class Templates:
         record = self._record(name)
         if record is None or not os.path.isdir(record["path"]):
             return None
-        return Template(name, record["digest"], record["path"], tuple(record["languages"]))
+        profile = record.get("seccomp") or "default"
+        return Template(name, record["digest"], record["path"], tuple(record["languages"]), profile)
 
     def _record(self, name: str) -> Json | None:
         try:
@@ -300,6 +303,7 @@ class Templates:
             "digest": sealed.digest,
             "path": str(final),
             "languages": languages,
+            "seccomp": recipe.seccomp,
             "recipe": _digest_of(recipe),
             "built_at": about["built_at"],
         }
@@ -313,7 +317,7 @@ class Templates:
             if before is not None and before.path != str(final):
                 self._superseded(before.path)
         progress(f"template {name}: ready", 1.0)
-        return Template(name, sealed.digest, str(final), languages)
+        return Template(name, sealed.digest, str(final), languages, recipe.seccomp or "default")
 
     @staticmethod
     def _cannot_build(recipe: Recipe) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from corral.domain.runner import LANGUAGES
 from corral.errors import CorralError
+from corral.linux.seccomp import PROFILES
 
 T = TypeVar("T")
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -35,7 +36,9 @@ TOOLS = {
     "r": "Rscript",
 }
 """Language -> program, for a tree of which nothing else is known."""
-_SHARED = frozenset({"name", "kind", "description", "languages", "skills", "start", "ready", "health", "stop_signal"})
+_SHARED = frozenset(
+    {"name", "kind", "description", "languages", "skills", "start", "ready", "health", "stop_signal", "seccomp"}
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Recipe:
     ready: tuple[str, ...] = ()
     health: tuple[str, ...] = ()
     stop_signal: str | None = None
+    seccomp: str | None = None
+    """Profile of system calls of its sandboxes, where it is not `default`; policy must allow it."""
     programs: tuple[str, ...] = ()
     trees: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -96,6 +101,7 @@ def parse(document: Any, where: str) -> Recipe:
         "ready": _list_of(_text),
         "health": _list_of(_text),
         "stop_signal": _one_of(SIGNALS),
+        "seccomp": _one_of(frozenset(PROFILES)),
         "programs": _words,
         "trees": _list_of(_text),
         "exclude": _list_of(_text),

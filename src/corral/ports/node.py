@@ -36,6 +36,8 @@ class CreateInstance:
     limits: Limits
     deadline_s: float
     unsafe: frozenset[str] = frozenset()
+    seccomp: str = "default"
+    """Profile of system calls, as policy allowed it."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,10 @@ class Node(Protocol):
 
     async def ensure_template(self, template: str, progress: Progress | None = None) -> str:
         """Build it if it is not there; -> digest. `template_unavailable` when it cannot be."""
+        ...
+
+    async def template_seccomp(self, template: str) -> str:
+        """The profile of system calls that a built template asks for. As cheap as reading one small file."""
         ...
 
     async def template(self, name: str) -> dict[str, Any]:

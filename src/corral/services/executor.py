@@ -320,6 +320,7 @@ class Executor:
             modes=flight.modes or LimitModes(),
             ttl_s=ttl_s,
             one_shot=not request.keep,
+            seccomp=place.get("seccomp", "default"),
         )
 
         # 5: the sandbox, with the lease; 6: its files
@@ -376,6 +377,7 @@ class Executor:
             placed = {
                 **choice.as_dict(),
                 "template_digest": digest,
+                "seccomp": await self._lifecycle.profile(guard["template"]),
                 "modes": choice.modes.as_dict(),
                 "overshoot": dict(choice.modes.overshoot),
             }

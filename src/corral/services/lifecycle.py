@@ -75,6 +75,8 @@ class Wanted:
     modes: LimitModes
     ttl_s: float
     one_shot: bool
+    seccomp: str = "default"
+    """Profile of system calls."""
 
     @property
     def ttl_ms(self) -> int:
@@ -345,6 +347,20 @@ class Lifecycle:
         ]
         return choose(facts, placement.runtime, placement.isolation, floor, enforced)
 
+    async def profile(self, template: str) -> str:
+        """The profile of system calls of a built template; `policy_denied` where policy does not allow it for this template."""
+        core = self._core
+        wanted = await core.node.template_seccomp(template)
+        rule = core.policy.template_rule(template)
+        if wanted not in (rule.seccomp if rule is not None else ("default",)):
+            raise CorralError(
+                "policy_denied",
+                f"the template {template} asks for the seccomp profile {wanted}",
+                hint=f"the policy has to allow it: templates.{template}.seccomp: [{wanted}]",
+                field="/template",
+            )
+        return wanted
+
     # -- creation --------------------------------------------------------------------------------------------------------------
     async def begin(self, wanted: Wanted, idempotency: Idempotency | None = None) -> tuple[SandboxView, bool]:
         """The sandbox's row and its way to `provisioning`, made once per idempotency key; -> (view, whether by this call)."""
@@ -363,7 +379,11 @@ class Lifecycle:
             last_active_at=now,
             expires_at=now + wanted.ttl_ms,
             one_shot=wanted.one_shot,
-            labels={"owner": wanted.owner, "security_level": wanted.security_level},
+            labels={
+                "owner": wanted.owner,
+                "security_level": wanted.security_level,
+                **({} if wanted.seccomp == "default" else {"seccomp": wanted.seccomp}),
+            },
         )
         event = EventRecord(wanted.sandbox_id, "create", None, "requested", {"row": "1"})
         audit = AuditRecord(wanted.tenant_id, wanted.owner, "sandbox.created", wanted.sandbox_id, {})
@@ -403,6 +423,7 @@ class Lifecycle:
             modes=modes,
             ttl_s=max(1.0, (row.expires_at - row.created_at) / 1000),
             one_shot=row.one_shot,
+            seccomp=str(row.labels.get("seccomp", "default")),
         )
 
     async def _provide(self, wanted: Wanted, view: SandboxView | None) -> SandboxView:
@@ -474,8 +495,11 @@ class Lifecycle:
             template=wanted.template,
             limits=wanted.limits,
             deadline_s=wanted.ttl_s + MARGIN_S,
+            seccomp=wanted.seccomp,
             unsafe=core.unsafe,
         )
+        if wanted.seccomp != "default":
+            core.log(f"{row.sandbox_id}: weaker by its template {wanted.template}: seccomp profile {wanted.seccomp}")
         try:
             faults.point("instance.create.before")
             report = await core.node.create(request, core.progress)

@@ -66,6 +66,7 @@ class Sandboxes:
             raise guard.error()
         choice = await self._lifecycle.choose(request.placement, guard.isolation_floor, guard.require_enforced)
         digest = await core.node.ensure_template(guard.template, core.progress)
+        seccomp = await self._lifecycle.profile(guard.template)
         wanted = Wanted(
             sandbox_id=core.id("sbx"),
             tenant_id=caller.tenant_id,
@@ -79,6 +80,7 @@ class Sandboxes:
             modes=choice.modes,
             ttl_s=guard.ttl_s,
             one_shot=False,
+            seccomp=seccomp,
         )
         view, fresh = await self._lifecycle.begin(wanted, idempotency)
         if not fresh:

@@ -8,9 +8,10 @@ from corral.domain import guard
 from corral.domain.intent import ResourceIntent
 from corral.domain.limits import LimitModes, Limits
 from corral.domain.plan import PLANNER_VERSION, plan_by_rules
-from corral.domain.policy import Policy
+from corral.domain.policy import SECCOMP_PROFILES, Policy
 from corral.domain.request import ExecRequest, Placement, ResourceWishes, RunRequest, SandboxRequest
 from corral.errors import CorralError
+from corral.linux.seccomp import PROFILES
 
 DOCUMENT = yaml.safe_load((Path(__file__).parents[3] / "policy" / "default.yaml").read_text("utf-8"))
 SHIPPED = Policy.from_dict(DOCUMENT)
@@ -203,6 +204,8 @@ def test_root_needs_the_templates_leave():
         (("isolation", "floor"), 4, "policy.isolation.floor"),
         (("isolation", "require_enforced"), ["memori"], "policy.isolation.require_enforced"),
         (("templates", "host"), {"root": "yes"}, "policy.templates.host.root"),
+        (("templates", "host"), {"seccomp": ["open"]}, "policy.templates.host.seccomp"),
+        (("templates", "host"), {"seccomp": "debug"}, "policy.templates.host.seccomp"),
         (("networks",), ["pypi"], "policy.networks"),
         (("surprise",), 1, "policy.surprise"),
     ],
@@ -243,3 +246,13 @@ def test_rules_say_what_they_saw(request_, workload):
         "requires_gpu",
         "confidence",
     }
+
+
+def test_a_template_may_have_the_default_profile_and_those_that_are_named():
+    assert all(rule.seccomp == {"default"} for rule in POLICY.templates.values())
+    policy = Policy.from_dict(changed("templates", "host", value={"seccomp": ["debug"]}))
+    assert policy.templates["host"].seccomp == {"default", "debug"}
+
+
+def test_the_policy_knows_the_profiles_that_there_are():
+    assert SECCOMP_PROFILES == PROFILES

@@ -229,3 +229,20 @@ def test_the_interpreter_is_built_once_and_found_again(state: Path) -> None:
     inode = (first / "bin/python3").stat().st_ino
     assert ensure_interpreter(state) == first
     assert (first / "bin/python3").stat().st_ino == inode
+
+
+def test_the_profile_of_system_calls_is_the_recipes_and_changes_with_the_next_build(state: Path) -> None:
+    plain = asyncio.run(Templates(state / "a", small_recipe(state / "r1")).ensure("small"))
+    templates = Templates(state / "b", small_recipe(state / "r2", seccomp="debug"))
+    debug = asyncio.run(templates.ensure("small"))
+    assert (plain.seccomp, debug.seccomp) == ("default", "debug")
+    assert plain.digest == debug.digest, "the tree is the same"
+    recipe = state / "r2" / "small.yaml"
+    recipe.write_text(recipe.read_text().replace("seccomp: debug", "seccomp: browser"))
+    assert asyncio.run(templates.ensure("small")).seccomp == "debug"
+    assert asyncio.run(templates.ensure("small", current=True)).seccomp == "browser"
+
+
+def test_a_profile_that_there_is_not_is_refused(state: Path) -> None:
+    with pytest.raises(CorralError, match="seccomp"):
+        asyncio.run(Templates(state, small_recipe(state / "recipes", seccomp="open")).ensure("small"))

@@ -379,3 +379,41 @@ async def test_what_a_call_meets_in_a_sandbox_that_ends_is_told_by_its_end(world
     assert met.code == "sandbox_deleted"
     other = (await world.call("POST", "/v1/sandboxes", {})).document
     assert (await world.services.sandboxes.met(CorralError("lease_lost", "older"), other["id"])).code == "lease_lost"
+
+
+def _allow(world, *profiles: str) -> None:
+    rule = world.services.core.policy.templates["host"]
+    rules = {**world.services.core.policy.templates, "host": replace(rule, seccomp=frozenset({"default", *profiles}))}
+    world.services.core.policy = replace(world.services.core.policy, templates=rules)
+
+
+async def test_a_weaker_profile_of_a_template_needs_the_policys_leave(world):
+    world.node.profiles["host"] = "debug"
+    reply = await world.call("POST", "/v1/runs", {"command": ["print", "1"]})
+    result = reply.document["result"]
+    assert result["reason"] == "policy_denied" and result["started"] is False
+    assert "templates.host.seccomp: [debug]" in result["hint"]
+    refused = await world.call("POST", "/v1/sandboxes", {})
+    assert refused.status == 403 and refused.document["code"] == "policy_denied"
+    _allow(world, "browser")
+    assert (await world.call("POST", "/v1/sandboxes", {})).status == 403
+    assert world.node.live == {}
+
+
+async def test_an_allowed_profile_is_handed_on_shown_and_logged(world):
+    world.node.profiles["host"] = "debug"
+    _allow(world, "debug")
+    run = (await world.call("POST", "/v1/runs", {"command": ["print", "1"], "keep": True})).document
+    assert run["result"]["reason"] == "ok" and run["decisions"]["placement"]["seccomp"] == "debug"
+    made = (await world.call("POST", "/v1/sandboxes", {})).document
+    assert [request.seccomp for request in world.node.live.values()] == ["debug", "debug"]
+    view = await world.store.get_sandbox(made["id"], None)
+    assert view is not None and world.services.sandboxes._lifecycle.wanted_of(view).seccomp == "debug"
+    weaker = [line for line in world.logged if "seccomp profile debug" in line]
+    assert len(weaker) == 2
+
+
+async def test_the_default_profile_is_named_too_and_not_logged(world):
+    run = (await world.call("POST", "/v1/runs", {"command": ["print", "1"]})).document
+    assert run["decisions"]["placement"]["seccomp"] == "default"
+    assert not any("seccomp" in line for line in world.logged)
