@@ -137,7 +137,7 @@ CASES = {
         ("nonzero_exit", 101, "坏"),
     ),
     "sql": Case(
-        ".read lib/x.sql\n.import -csv /dev/stdin lines\nselect value from x;\nselect * from lines;\nselect nothing from x;\nselect 7;",
+        ".read lib/x.sql\n.import -csv /dev/stdin lines\nselect value from x;\nselect * from lines;\nselect missing from x;\nselect 7;",
         {"lib/x.sql": "create table x(value); insert into x values (42);"},
         "select 1;\nselect from;",
         "syntax error",
@@ -188,11 +188,11 @@ def test_a_program_of_several_files_with_arguments_and_input(corral: Corral, lan
     told = (result.stdout.text, result.stderr.text, result.hint)
     assert result.phase == "run", told
     if language == "sql":
-        assert result.stdout.text == f"value\n42\nline\n{LINE}", told
+        assert result.stdout.text == 'value\n42\nline\n"输入 line"\n', told
         assert (result.reason, result.exit_code) == (
             "nonzero_exit",
             1,
-        ) and "no such column: nothing" in result.stderr.text
+        ) and "no such column: missing" in result.stderr.text
     else:
         assert result.stdout.text == "42\n" + "".join(f"[{a}]\n" for a in ARGS) + LINE, told
         assert (result.reason, result.exit_code) == ("nonzero_exit", 3), told
