@@ -238,7 +238,7 @@ class Templates:
         """
         if not (refresh or current) and (built := self.built(name)) is not None:
             return built
-        return await asyncio.to_thread(self._ensure, name, progress, refresh, current)
+        return await asyncio.to_thread(self._ensure, name, progress, refresh, current, time.time())
 
     def _there(self, recipe: Recipe, current: bool) -> Template | None:
         built, record = self.built(recipe.name), self._record(recipe.name) or {}
@@ -246,9 +246,10 @@ class Templates:
             return None
         return built
 
-    def _ensure(self, name: str, progress: Progress | None, refresh: bool, current: bool) -> Template:
+    def _ensure(
+        self, name: str, progress: Progress | None, refresh: bool, current: bool, asked_at: float
+    ) -> Template:
         recipe = self.recipe(name)
-        began = time.time()
         if not refresh and (built := self._there(recipe, current)) is not None:
             return built
         if reason := self._cannot_build(recipe):
@@ -257,7 +258,7 @@ class Templates:
         self._store.chmod(0o755)
         with self._building, self._locked():
             record = self._record(name) or {}
-            while_we_waited = record.get("built_at", 0) >= began
+            while_we_waited = record.get("built_at", 0) >= asked_at
             if (not refresh or while_we_waited) and (built := self._there(recipe, current)) is not None:
                 return built
             self._remove_unfinished()
@@ -265,7 +266,7 @@ class Templates:
             root = work / "root"
             root.mkdir()
             try:
-                return self._build(recipe, root, progress or (lambda _text, _part: None), began)
+                return self._build(recipe, root, progress or (lambda _text, _part: None), time.time())
             except (OSError, subprocess.SubprocessError) as error:
                 raise CorralError(
                     "template_unavailable",
