@@ -92,8 +92,9 @@ async def test_only_the_owner_makes_it_quiet(quiet: RunningGuest) -> None:
     assert await client.ping() < 60
 
 
-async def test_the_deadline_waits_while_the_guest_is_only_a_file(quiet: RunningGuest) -> None:
+async def test_the_deadline_waits_while_the_guest_is_only_a_file(launch: Callable[..., RunningGuest]) -> None:
     """Here it is stopped instead: its clock goes on, and it does not run."""
+    quiet = launch("namespaces")
     client = await quiet.connect()
     await client.extend_deadline(3.0, fence=FENCE)
     await client.quiesce(FENCE)
@@ -108,7 +109,8 @@ async def test_the_deadline_waits_while_the_guest_is_only_a_file(quiet: RunningG
     assert await asyncio.to_thread(quiet.process.wait, 60) == 0
 
 
-async def test_a_copy_that_nobody_identifies_ends_at_its_deadline(quiet: RunningGuest) -> None:
+async def test_a_copy_that_nobody_identifies_ends_at_its_deadline(launch: Callable[..., RunningGuest]) -> None:
+    quiet = launch("namespaces")
     client = await quiet.connect()
     await client.extend_deadline(1.5, fence=FENCE)
     await client.quiesce(FENCE)
