@@ -42,6 +42,10 @@ class Tape:
     def choose(self, options: Sequence[T]) -> T:
         return options[self.below(len(options))]
 
+    def feed(self, data: bytes) -> None:
+        """More decisions, behind those that are there."""
+        self._data += data
+
     def upto(self, limit: int) -> int:
         """0 to limit, of two bytes."""
         return (self.byte() << 8 | self.byte()) % (limit + 1)

@@ -17,7 +17,7 @@ FRESH = int.from_bytes(os.urandom(4), "big")
 @pytest.mark.parametrize("seed", [1, FRESH], ids=["fixed", "fresh"])
 @pytest.mark.parametrize(("target", "count"), [("trees", 60), ("archives", 150)])
 def test_whatever_lies_in_the_files_nothing_of_the_host_is_read_or_written(target: str, count: int, seed: int) -> None:
-    assert campaign.some(target, seed, count, seconds=6.0)
+    assert campaign.some(target, seed, count, seconds=4.0)
 
 
 def test_a_host_that_follows_links_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_what_was_found_once_is_not_there_any_more(name: str) -> None:
 
 @pytest.mark.parametrize("seed", [1, FRESH], ids=["fixed", "fresh"])
 def test_whatever_a_guest_does_the_node_holds_its_promises(seed: int) -> None:
-    assert campaign.some("node", seed, 60, seconds=9.0)
+    assert campaign.some("node", seed, 60, seconds=7.0)
 
 
 def test_an_honest_guest_is_served_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
