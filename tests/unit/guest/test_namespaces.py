@@ -1,0 +1,86 @@
+"""Execs with a pid namespace each: what only that mode has. All else of the guest's tests runs in it too."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from tests.unit.guest.conftest import FENCE, ROOT, RunningGuest
+
+from corral.channel import GuestClient
+from corral.guest import processes
+
+pytestmark = pytest.mark.skipif(not ROOT, reason="a pid namespace needs CAP_SYS_ADMIN")
+SYS_ADMIN = 1 << 21
+
+
+@pytest.fixture
+async def guest(launch: Callable[..., RunningGuest]) -> RunningGuest:
+    return launch("namespaces")
+
+
+@pytest.fixture
+async def client(guest: RunningGuest) -> GuestClient:
+    return await guest.connect()
+
+
+async def test_main_is_an_ordinary_process_below_the_init_of_its_namespace(
+    guest: RunningGuest, client: GuestClient
+) -> None:
+    assert client.hello.capabilities["exec_pid_namespaces"] == 1
+    assert (await guest.run(client, "sh", "-c", "echo $PPID")).stdout == b"1\n"
+    # What an init would survive: a signal of its own, whose default is the end.
+    for number in (2, 6, 15):
+        assert (await guest.run(client, "sh", "-c", f"kill -{number} $$; sleep 100")).status["signal"] == number
+
+
+async def test_no_exec_has_the_capability_that_made_its_namespace(guest: RunningGuest, client: GuestClient) -> None:
+    async def effective(**user: int) -> int:
+        result = await guest.run(client, "grep", "CapEff", "/proc/self/status", **user)
+        return int(result.stdout.split()[1], 16)
+
+    assert await effective() == 0
+    as_root = await effective(uid=0, gid=0)
+    assert as_root and not as_root & SYS_ADMIN
+
+
+async def test_a_signal_to_everyone_reaches_only_the_own_exec(guest: RunningGuest, client: GuestClient) -> None:
+    victim = guest.spec("sleep", "100")
+    await client.start_exec(victim, fence=FENCE)
+    script = "import os,signal,time; os.fork() or time.sleep(100); os.kill(-1, 9); print('alone')"
+    result = await guest.run(client, "python3", "-I", "-S", "-c", script)
+    assert (result.stdout, result.status["exit_code"]) == (b"alone\n", 0)
+    assert (await client.exec_status(victim["exec_id"]))["state"] == "running"
+    assert await client.kill_exec(victim["exec_id"], 0, fence=FENCE) == {"killed_all": True, "killed": 1}
+
+
+async def test_all_of_an_exec_goes_with_its_supervisor(guest: RunningGuest, client: GuestClient) -> None:
+    script = "(setsid sleep 100 &); (setsid sh -c 'sleep 100 & sleep 100' &); echo ready; sleep 100"
+    spec = guest.spec("sh", "-c", script)
+    await client.start_exec(spec, fence=FENCE)
+    output = client.attach(spec["exec_id"])
+    await anext(output)
+    first = processes.descendants(guest.process.pid)[0].pid
+    supervisors = [p.pid for p in processes.descendants(first) if p.parent == first]
+    assert len(supervisors) == 1
+    os.kill(supervisors[0], signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while (status := await client.exec_status(spec["exec_id"]))["state"] == "running":
+            await asyncio.sleep(0.01)
+    assert (status["state"], status["killed_all"], status["exit_code"], status["signal"]) == ("lost", True, None, None)
+    assert (await client.usage())["execs"] == 0 and len(processes.descendants(first)) == 0
+    assert (await guest.run(client, "echo", "ok")).stdout == b"ok\n"
+
+
+async def test_everything_ends_with_the_guest(guest: RunningGuest, client: GuestClient) -> None:
+    await client.start_exec(guest.spec("sh", "-c", "setsid sleep 100 & sleep 100"), fence=FENCE)
+    inside = processes.descendants(guest.process.pid)
+    assert len(inside) >= 3
+    os.kill(inside[0].pid, signal.SIGKILL)
+    assert await asyncio.to_thread(guest.process.wait, 60) != 0
+    async with asyncio.timeout(60):
+        while any((now := processes.look(p.pid)) and now.start == p.start and now.live for p in inside):
+            await asyncio.sleep(0.01)
