@@ -17,7 +17,9 @@ from corral.channel.answers import unknown_status
 from corral.client import trees
 from corral.errors import CorralError
 from corral.guest import protocol
-from corral.node import transfers
+from corral.linux import guesttree
+from corral.node import files, transfers
+from corral.ports.runtime import HostTree
 
 from . import test_hostile_files as hostile_files
 from .test_hostile_guest_channel import FENCE, HELLO, Hostile, attached, ending, event, must_be_lost, reply, status
@@ -205,3 +207,49 @@ async def test_a_file_program_that_moves_is_not_given_up(monkeypatch: pytest.Mon
         guest, FENCE, "f", blocks(), mode=None, parents=True, overwrite=True, size=None, user="sandbox"
     )
     assert (await asyncio.wait_for(work, 20))[1] is True
+
+
+def test_outputs_that_change_their_kind_while_they_are_copied_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that was copied has become a file when the next pattern comes to it."""
+    tree, into = tmp_path / "tree", tmp_path / "into"
+    (tree / "a").mkdir(parents=True)
+    into.mkdir()
+    (tree / "a" / "b").write_text("first")
+    uid = 65534 if os.geteuid() == 0 else os.geteuid()
+    gid = 65534 if os.geteuid() == 0 else os.getegid()
+    for path in (tmp_path, tree, tree / "a", tree / "a" / "b"):
+        path.chmod(0o755)
+    real = guesttree.GuestTree._copy_one
+
+    def copied(self: Any, *values: Any) -> int:
+        size = real(self, *values)
+        if (tree / "a").is_dir():
+            (tree / "a").rename(tmp_path / "away")
+            (tree / "a").write_text("second")
+            (tree / "a").chmod(0o644)
+        return size
+
+    monkeypatch.setattr(guesttree.GuestTree, "_copy_one", copied)
+    if os.geteuid() == 0:
+        for path in (tmp_path, tree, tree / "a", tree / "a" / "b"):
+            os.chown(path, uid, gid)
+    found = guesttree.GuestTree(str(tree), uid, gid).copy_out(["a/b", "*"], str(into), 1000)
+    assert [path for path, _, _ in found.files] == [b"a/b"]
+    assert not found.complete
+
+
+async def test_outputs_that_find_no_room_on_the_host_are_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "workspace").mkdir()
+
+    def full(*values: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(guesttree.GuestTree, "copy_out", full)
+    tree = HostTree(str(tmp_path), 65534, 65534, "directory")
+    with pytest.raises(CorralError) as caught:
+        await files.collect(tree, str(tmp_path / "mark"), outputs=["*"], max_bytes=10, into=str(tmp_path / "into"))
+    assert (caught.value.code, "No space" in caught.value.detail) == ("infra_error", True)

@@ -43,6 +43,10 @@ _RESOLVE = 0x01 | 0x02 | 0x04 | 0x08  # NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BEN
 _BASE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _CAPABILITY_VERSION_3 = 0x20080522
 _DAC_READ_SEARCH = 1 << 2
+_IN_THE_WAY = frozenset(
+    {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EXDEV, errno.EACCES}
+)
+"""What a tree that changes while it is copied brings about: a file where a directory was, or the other way round."""
 _SYNC_PAGES = 1 | 2 | 4  # wait, write, wait; no journal, no flush of the device
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -451,7 +455,7 @@ class GuestTree:
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.EACCES):
+                    if error.errno not in _IN_THE_WAY:
                         raise
                     copied.complete = False
                 finally:

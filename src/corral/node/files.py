@@ -151,8 +151,11 @@ async def collect(
         skipped: tuple[str, ...] = ()
         complete = now.complete
         if into is not None and globs:
-            os.makedirs(into, mode=0o700, exist_ok=True)
-            copied = guest.copy_out(globs, into, max_bytes)
+            try:
+                os.makedirs(into, mode=0o700, exist_ok=True)
+                copied = guest.copy_out(globs, into, max_bytes)
+            except OSError as error:
+                raise CorralError("infra_error", f"the outputs could not be kept: {error.strerror}") from error
             with contextlib.suppress(OSError):
                 os.rmdir(into)  # nothing came
             complete = complete and copied.complete
