@@ -225,10 +225,11 @@ def test_outputs_that_change_their_kind_while_they_are_copied_are_no_failure(
 
     def copied(self: Any, *values: Any) -> int:
         size = real(self, *values)
-        if (tree / "a").is_dir():
-            (tree / "a").rename(tmp_path / "away")
-            (tree / "a").write_text("second")
-            (tree / "a").chmod(0o644)
+        with guesttree._host_ids(self._user):  # the test's directories are closed to the sandbox's user
+            if (tree / "a").is_dir():
+                (tree / "a").rename(tmp_path / "away")
+                (tree / "a").write_text("second")
+                (tree / "a").chmod(0o644)
         return size
 
     monkeypatch.setattr(guesttree.GuestTree, "_copy_one", copied)
