@@ -31,7 +31,7 @@ _PAUSE = {
 
 
 LOCK = "probe.lock"
-_TIMES, _LONGEST_S = 3, 1.0
+_TIMES, _LONGEST_S = 3, 0.3
 T = TypeVar("T")
 
 
