@@ -43,6 +43,11 @@ def _print(report: words.Json) -> None:
         terminal.put("\n")
         able = [{"can": r["name"], "capabilities": _named(r.get("capabilities") or {})} for r in usable]
         terminal.table(able, ("can", "capabilities"), empty="")
+    if bases := report.get("bases"):
+        unused = (
+            f", {bases['unused']} of them ({terminal.size(bases['unused_bytes'])}) unused" if bases["unused"] else ""
+        )
+        terminal.put(f"\nbases: {bases['count']}, {terminal.size(bases['size_bytes'])}{unused}\n")
     if report.get("leftovers"):
         terminal.put("\nleft over (corral gc removes it):\n")
         terminal.table(report["leftovers"], ("kind", "id", "instance_id"), empty="")

@@ -109,7 +109,7 @@ def rm(name: str, as_json: bool) -> None:
     else:
         freed = answer["freed_bytes"]
         terminal.put(
-            f"{answer['name']}: {'nothing was built' if answer['digest'] is None else f'{_size(freed)} freed'}\n"
+            f"{answer['name']}: {'nothing was built' if answer['digest'] is None else f'{terminal.size(freed)} freed'}\n"
         )
 
 
@@ -144,7 +144,7 @@ def _build(transport: Transport, name: str, refresh: bool) -> Json:
 
 def _print(document: Json) -> None:
     rows = [(word, document[word]) for word in ("name", "kind", "description", "digest", "path", "reason")]
-    rows.append(("size", None if document["size_bytes"] is None else _size(document["size_bytes"])))
+    rows.append(("size", None if document["size_bytes"] is None else terminal.size(document["size_bytes"])))
     rows += [(word, document.get(word)) for word in ("files", "build_s")]
     if (built_at := document["built_at"]) is not None:
         moment = datetime.datetime.fromtimestamp(built_at, datetime.UTC)
@@ -167,14 +167,3 @@ def _print(document: Json) -> None:
     if packages:
         terminal.put("\n")
         terminal.table([{"package": k, "version": v} for k, v in packages.items()], ("package", "version"), empty="")
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return "an unknown size"
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"

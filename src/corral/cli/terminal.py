@@ -138,6 +138,18 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, empty: s
         put("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
 
 
+def size(count: int | None) -> str:
+    """Bytes in words; None is not known."""
+    if count is None:
+        return "an unknown size"
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
+
+
 def _cell(value: Any) -> str:
     if value is None or value == "":
         return "-"

@@ -399,6 +399,13 @@ def test_templates_are_listed(corral: Call, transport: FakeTransport) -> None:
     assert b"c python" in corral("template", "ls").out
 
 
+def test_doctor_tells_the_disk_use_of_bases(corral: Call, transport: FakeTransport) -> None:
+    bases = {"count": 3, "size_bytes": 3 << 30, "unused": 1, "unused_bytes": 1536}
+    host = {"cgroup": "none", "user": "user"}
+    transport.document = {"host": host, "runtimes": [], "default": None, "leftovers": [], "bases": bases}
+    assert "bases: 3, 3.0 GiB, 1 of them (1.5 KiB) unused\n" in corral("doctor").out.decode()
+
+
 def built(**more: Any) -> dict[str, Any]:
     known = {"name": "mine", "digest": "sha256:00", "allowed": True, "build": None}
     return known | more
