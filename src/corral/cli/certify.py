@@ -17,7 +17,9 @@ STYLES = {"held": "green", "failed": "bold red", "not_provable": "yellow"}
 @click.option(
     "--runtime", "runtimes", multiple=True, metavar="NAME", help="Runtime to try; all that are configured by default."
 )
-@click.option("--only", "only", multiple=True, metavar="GROUP", help="Group of attacks to try; all by default.")
+@click.option(
+    "--only", "only", multiple=True, metavar="GROUP", help="Group of attacks to try, or GROUP/ATTACK; all by default."
+)
 @click.option("--markdown", "markdown", metavar="FILE", help="Write the report as a page.")
 @click.option(
     "--join", "join", multiple=True, metavar="FILE", help="Put a report that --json printed before on the page too."

@@ -48,16 +48,13 @@ async def run(
     settings: config.Config | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Try every attack (or those of the groups `only`) on every runtime named, or on all that are configured.
+    """Try every attack (or those that `only` names: groups, or `group/attack`) on every runtime named, or on all that are configured.
 
     A runtime that does not work here is reported as such and tried no further; a name that is none is `invalid_value`.
     """
     settings = settings or config.load()
-    _check_groups(only)
+    attacks = _chosen(only)
     names = list(dict.fromkeys(runtimes)) or _configured(settings)
-    attacks = [attack for attack in ATTACKS if not only or attack.group in only]
-    order = {group: place for place, group in enumerate(GROUPS)}
-    attacks.sort(key=lambda attack: order[attack.group])
     reports = []
     for place, name in enumerate(names):
 
@@ -76,10 +73,15 @@ def run_blocking(runtimes: Sequence[str] = (), **options: Any) -> Report:
     return asyncio.run(run(runtimes, **options))
 
 
-def _check_groups(only: Collection[str]) -> None:
-    if unknown := sorted(set(only) - set(GROUPS)):
-        hint = f"groups: {', '.join(GROUPS)}"
+def _chosen(only: Collection[str]) -> list[Attack]:
+    """The attacks of these groups (`guest`) or of these names (`guest/old fences`), in the order of the groups."""
+    known = set(GROUPS) | {f"{attack.group}/{attack.name}" for attack in ATTACKS}
+    if unknown := sorted(set(only) - known):
+        hint = f"groups: {', '.join(GROUPS)}; or GROUP/ATTACK as the table names it"
         raise CorralError("invalid_value", f"there is no group {unknown[0]!r}", field="/only", hint=hint)
+    order = {group: place for place, group in enumerate(GROUPS)}
+    chosen = [one for one in ATTACKS if not only or one.group in only or f"{one.group}/{one.name}" in only]
+    return sorted(chosen, key=lambda one: order[one.group])
 
 
 def _configured(settings: config.Config) -> list[str]:
@@ -176,8 +178,10 @@ def _host() -> dict[str, Any]:
 
 
 def _versions(reports: Sequence[RuntimeReport]) -> dict[str, str | None]:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    found: dict[str, str | None] = {"corral": version("corral"), "python": platform.python_version()}
+    found: dict[str, str | None] = {"corral": None, "python": platform.python_version()}
+    with contextlib.suppress(PackageNotFoundError):  # a checkout that is not installed
+        found["corral"] = version("corral")
     found.update({report.name: report.version for report in reports})
     return found

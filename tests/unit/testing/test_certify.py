@@ -1,0 +1,157 @@
+"""What a try shows and what may be said of it: held only with a control that works, failed at the least crack."""
+
+import json
+
+import pytest
+
+from corral.domain.facts import ExecFacts, Usage
+from corral.domain.limits import MIB
+from corral.errors import CorralError
+from corral.testing import certify
+from corral.testing.certify import kernel, limits, page
+from corral.testing.certify.bench import SMALL, Ended
+from corral.testing.certify.register import GROUPS, first, of_its_own, opened
+from corral.testing.certify.verdict import Report, RuntimeReport, Seen, Trial, broken, find, judge, limit_trial
+
+WORKS = Seen(True, "works elsewhere")
+REFUSED = Seen(False, "refused too")
+UNTRIED = Seen(None, "no means")
+
+
+@pytest.mark.parametrize(
+    ("attack", "control", "verdict"),
+    [
+        (False, WORKS, "held"),
+        (False, REFUSED, "not_provable"),
+        (False, UNTRIED, "not_provable"),
+        (True, WORKS, "failed"),
+        (True, REFUSED, "failed"),
+        (True, UNTRIED, "failed"),
+        (None, WORKS, "not_provable"),
+        (None, REFUSED, "not_provable"),
+    ],
+)
+def test_a_refusal_is_worth_what_its_control_is_and_a_break_is_one_always(
+    attack: bool | None, control: Seen, verdict: str
+) -> None:
+    assert judge(Trial("way", Seen(attack, "x"), control)) == verdict
+
+
+def of(*trials: Trial) -> certify.Finding:
+    return find("guest", "name", "about", "host", trials)
+
+
+def held(way: str) -> Trial:
+    return Trial(way, Seen(False, "EPERM"), WORKS)
+
+
+def test_one_way_that_breaks_fails_the_whole_attack_and_is_named() -> None:
+    finding = of(held("a"), Trial("b", Seen(True, "ok"), REFUSED), held("c"))
+    assert finding.verdict == "failed"
+    assert (
+        "1 of 3" in finding.evidence and "b (ok)" in finding.evidence and "a" not in finding.evidence.split("ways")[1]
+    )
+
+
+def test_what_shows_nothing_is_named_beside_what_holds_and_never_counted() -> None:
+    finding = of(held("a"), held("b"), Trial("c", Seen(False, "ENOSYS"), REFUSED))
+    assert finding.verdict == "held" and finding.evidence.startswith("2 of 3 ways refused: EPERM")
+    assert "shows nothing here: c" in finding.evidence
+    assert of(Trial("c", Seen(False, "ENOSYS"), REFUSED)).verdict == "not_provable"
+    assert of().verdict == "not_provable", "nothing tried is nothing shown"
+
+
+def test_a_trial_that_is_taken_away_counts_as_failed() -> None:
+    assert broken("guest", "n", "a", "host", "sandbox_lost").verdict == "failed"
+
+
+@pytest.mark.parametrize(
+    ("declared", "seen", "verdict"),
+    [
+        ("enforced", "enforced", "held"),
+        ("enforced", "watched", "failed"),
+        ("enforced", "absent", "failed"),
+        ("watched", "watched", "held"),
+        ("watched", "enforced", "held"),
+        ("watched", "absent", "failed"),
+        ("absent", "absent", "not_provable"),
+        ("absent", "enforced", "not_provable"),
+        ("enforced", None, "not_provable"),
+    ],
+)
+def test_a_limit_weaker_than_declared_is_a_failure(declared: str, seen: str | None, verdict: str) -> None:
+    trial = limit_trial(declared, seen, "how", WORKS)  # type: ignore[arg-type]
+    assert judge(trial) == verdict
+    finding = of(trial)
+    assert (finding.declared, finding.seen) == (declared, seen)
+    assert finding.document()["declared"] == declared
+
+
+def ended(stdout: str = "", **facts: object) -> Ended:
+    return Ended(ExecFacts(True, **facts), stdout.encode(), b"")  # type: ignore[arg-type]
+
+
+def told(got: int, errno: str | None) -> str:
+    return json.dumps({"got": got, "errno": errno})
+
+
+def test_the_mode_of_a_limit_is_read_off_the_end_of_the_program() -> None:
+    disk, memory, pids = (limits.AMOUNTS[name] for name in ("disk", "memory", "pids"))
+    assert limits.seen_mode(disk, ended(told(4 * disk.size, None), exit_code=0))[0] == "absent"
+    assert limits.seen_mode(disk, ended(told(disk.size, "ENOSPC"), exit_code=0))[0] == "enforced"
+    assert limits.seen_mode(disk, ended(told(2 * disk.size, "ENOSPC"), exit_code=0))[0] == "watched"
+    assert limits.seen_mode(disk, ended(signal=9, ended_by="disk_watch"))[0] == "watched"
+    assert limits.seen_mode(disk, ended(signal=9))[0] is None, "killed by something else shows nothing"
+    assert limits.seen_mode(pids, ended(told(pids.size - 3, "EAGAIN"), exit_code=0))[0] == "enforced"
+    kill = ended(signal=9, usage=Usage(peak_memory_bytes=memory.size, oom_kills=1))
+    assert limits.seen_mode(memory, kill)[0] == "enforced"
+    over = ended(signal=9, usage=Usage(peak_memory_bytes=3 * memory.size))
+    assert limits.seen_mode(memory, over)[0] == "watched"
+    assert SMALL.memory_bytes == memory.size and memory.size % MIB == 0
+
+
+def test_an_answer_that_comes_after_the_check_of_privilege_is_an_open_door() -> None:
+    assert kernel.attack_of("mount tmpfs", "EINVAL").broke
+    assert kernel.attack_of("mount tmpfs", "EPERM").broke is False
+    assert kernel.attack_of("mount tmpfs", "EWHATEVER").broke is None
+    assert kernel.attack_of("setuid 0", "EINVAL").broke is False, "there is no other id inside"
+    assert kernel.attack_of("setuid 0", "ok").broke
+
+
+def test_the_first_place_where_a_door_opens_is_the_control() -> None:
+    places = [("a", {"bpf": "EPERM"}), ("b", None), ("c", {"bpf": "ok"}), ("d", {"bpf": "ok"})]
+    seen = kernel.control_of("bpf", places)
+    assert seen.broke and "c" in seen.how
+    assert kernel.control_of("bpf", places[:2]).broke is False
+    assert kernel.control_of("bpf", []).broke is None
+    assert first().broke is None
+    assert opened(None).broke is None and opened("ok").broke and opened("EPERM").broke is False
+    assert of_its_own(Seen(True, "ok")).broke is None and of_its_own(Seen(False, "no")).broke is False
+
+
+def report(*findings: certify.Finding, unusable: str | None = None) -> Report:
+    runtime = RuntimeReport("crun", "1.0", 1, unusable, findings)
+    host = {"kernel": "6.1.0-secret-build", "machine": "x86_64", "cgroup": "v2", "memory_bytes": 1, "cpus": 2}
+    return Report("2030-01-02T03:04:05Z", "root", host, {"corral": "0.1.0", "crun": "1.0"}, (runtime,))
+
+
+def test_nothing_tried_is_no_success_and_one_failure_is_none_either() -> None:
+    assert report(of(held("a"))).ok
+    assert not report(of(held("a")), of(Trial("b", Seen(True, "ok"), WORKS))).ok
+    assert not report(unusable="not installed").ok
+    assert report(of(held("a")), of(Trial("c", Seen(False, "x"), REFUSED))).ok, "not provable is no failure"
+
+
+def test_the_page_tells_what_failed_escapes_bars_and_names_no_build_of_the_kernel() -> None:
+    text = page.markdown([report(of(Trial("b", Seen(True, "a|b"), WORKS))).document()])
+    assert "**failed**" in text and "a\\|b" in text and "6.1.0" in text and "secret" not in text
+    assert "## crun as root" in text
+
+
+def test_every_group_has_attacks_and_an_unknown_one_is_refused_by_name() -> None:
+    assert {attack.group for attack in certify.ATTACKS} == set(GROUPS)
+    names = [(attack.group, attack.name) for attack in certify.ATTACKS]
+    assert len(names) == len(set(names))
+    with pytest.raises(CorralError) as refused:
+        certify.run_blocking(["bubblewrap"], only=["gest"])
+    assert refused.value.code == "invalid_value" and "guest" in (refused.value.hint or "")
