@@ -238,7 +238,8 @@ class Templates:
         """
         if not (refresh or current) and (built := self.built(name)) is not None:
             return built
-        return await asyncio.to_thread(self._ensure, name, progress, refresh, current, time.time())
+        asked_at = time.time()
+        return await _beside(lambda: self._ensure(name, progress, refresh, current, asked_at))
 
     def _there(self, recipe: Recipe, current: bool) -> Template | None:
         built, record = self.built(recipe.name), self._record(recipe.name) or {}
@@ -246,9 +247,7 @@ class Templates:
             return None
         return built
 
-    def _ensure(
-        self, name: str, progress: Progress | None, refresh: bool, current: bool, asked_at: float
-    ) -> Template:
+    def _ensure(self, name: str, progress: Progress | None, refresh: bool, current: bool, asked_at: float) -> Template:
         recipe = self.recipe(name)
         if not refresh and (built := self._there(recipe, current)) is not None:
             return built
@@ -413,6 +412,32 @@ class Templates:
         with open(self._store / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             yield
+
+
+async def _beside(work: Callable[[], Template]) -> Template:
+    """In a thread that no process waits for at its end, unlike those of the pool: a build takes minutes, and what it has begun is found."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Template] = loop.create_future()
+
+    def tell(result: Template | None, error: BaseException | None) -> None:
+        if future.done():
+            return  # whoever asked has gone
+        if error is not None:
+            future.set_exception(error)
+        elif result is not None:
+            future.set_result(result)
+
+    def run() -> None:
+        result = error = None
+        try:
+            result = work()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, name="template", daemon=True).start()
+    return await future
 
 
 def load(path: str | os.PathLike[str]) -> Recipe:
