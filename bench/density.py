@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import random
+import resource
 import shutil
 import statistics
 import sys
@@ -97,6 +98,18 @@ def in_flight(count: int, at_once: int, work: Callable[[int], Any]) -> tuple[lis
     return answers, time.perf_counter() - began
 
 
+def _quarters(count: int) -> list[int]:
+    """Four parts, none of them empty where there is enough."""
+    part = count // 4
+    return [size for size in (part, part, part, count - 3 * part) if size]
+
+
+def _processor() -> float:
+    """Seconds of this process and the launchers that it has waited for: a figure that load moves little."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def paced(rounds: int, work: Callable[[], None]) -> tuple[float, float]:
     """-> (median milliseconds, median ratio to fork+exec of the same round)."""
     times, ratios = [], []
@@ -141,7 +154,13 @@ class Density:
         report["before"] = own()
         report["alone"] = paced(EXECS, lambda: self._true(first))
         raw_before = RAW / in_flight(RAW, options.in_flight, lambda _: raw())[1]
-        made, took = in_flight(options.count - 1, options.in_flight, self._create)
+        made, took, cpu = [], 0.0, []
+        for batch in _quarters(options.count - 1):
+            before = _processor()
+            more, seconds = in_flight(batch, options.in_flight, self._create)
+            made, took = made + more, took + seconds
+            cpu.append((_processor() - before) / batch * 1000)
+        report["cpu_ms_per_create"] = cpu
         raw_after = RAW / in_flight(RAW, options.in_flight, lambda _: raw())[1]
         report["creates_per_s"] = (options.count - 1) / took
         report["raw_per_s"] = statistics.mean((raw_before, raw_after))
@@ -234,6 +253,9 @@ def show(report: dict[str, Any]) -> bool:
     raw, rate = report["raw_per_s"], report["creates_per_s"]
     print(
         f"  creates per second       {rate:.1f} (raw {raw:.1f}, {rate / raw:.2f} of it; budget {BUDGET_RATE} on crun, quiet); deletes {report['deletes_per_s']:.1f}"
+    )
+    print(
+        f"  processor per create     {', '.join(f'{one:.0f}' for one in report['cpu_ms_per_create'])} ms in the four quarters of the way up"
     )
     grown = report["after"]["rss"] - report["before"]["rss"]
     print(
