@@ -34,8 +34,9 @@ _BLOCK = 4096
 _INODE = 256
 _BLANK_FORMAT = 1
 _BLANKS = 32
-_KEPT_S = 0.5
-"""How long a device may take to be let go of: whoever looks at new devices, like udev, has it open for moments."""
+_KEPT_S = 2.0
+"""How long a device may take to be let go of: whoever looks at new devices, like udev, has it open for moments, and the last umount of
+a mount namespace that ended with its process is work that the kernel puts off, on a busy host for more than half a second."""
 _EXT4_SHUTDOWN = 0x8004587D
 _SHUTDOWN_NOLOGFLUSH = 2
 

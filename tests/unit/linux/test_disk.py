@@ -162,7 +162,7 @@ class TestImage:
             mounts.umount(tree.path, detach=True)
             began = time.monotonic()
             left = disk.discard(place, place)
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 10
             assert len(left) == 1 and left[0].startswith("/dev/loop")
             assert os.listdir(place) == []
             assert disk.stray_loops(place) == {left[0].split()[0]: f"{place}/disk.img"}
