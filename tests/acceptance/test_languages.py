@@ -1,4 +1,4 @@
-"""A little of each kind of runner on every runtime, under the default limits; `tests/integration/test_runners.py` has the rest."""
+"""Code in a sandbox that stays, as root and as an ordinary user; `tests/integration/test_runners.py` has runs of every language."""
 
 from __future__ import annotations
 
