@@ -174,6 +174,7 @@ def _host() -> dict[str, Any]:
         "cgroup": cgroups.host().kind,
         "memory_bytes": memory,
         "cpus": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
     }
 
 

@@ -41,7 +41,9 @@ def markdown(documents: Sequence[Json]) -> str:
     for word in ("held", "failed", "not_provable"):
         counts = (str(runtime[word]) if runtime["usable"] else "-" for _, runtime in _all(documents))
         lines.append(f"| {WORDS[word]} | " + " | ".join(counts) + " |")
-    lines.append("| seconds | " + " | ".join(f"{runtime['took_s']:.0f}" for _, runtime in _all(documents)) + " |")
+    if all("load" in document["host"] for document in documents):  # a time without that says nothing
+        times = (f"{runtime['took_s']:.0f} at load {document['host']['load']}" for document, runtime in _all(documents))
+        lines.append("| seconds | " + " | ".join(times) + " |")
     lines += [""]
     versions: dict[str, Any] = {}
     for document in documents:
