@@ -19,6 +19,7 @@ import pytest
 
 from corral import Corral
 from corral.errors import CorralError
+from furnished import polyglot
 
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
 RUNTIMES = ("bubblewrap", "crun")
@@ -165,3 +166,33 @@ def test_a_template_that_nobody_uses_is_removed_with_its_base(client: Corral) ->
     assert not os.path.exists(path)
     with pytest.raises(CorralError, match="not_found"):
         client.templates.get("box")
+
+
+LIBRARIES = """
+set -e
+python3 -c 'import requests, httpx, numpy, pandas; print(int(pandas.DataFrame({"a": numpy.arange(4)}).a.sum()))'
+node -e 'console.log(require("lodash").sum([1, 2, 3]), typeof require("axios").get)'
+python3 -c 'import ssl; print(len(ssl.create_default_context().get_ca_certs()) > 50)'
+readlink -f "$(command -v java)" | grep -o jvm
+TZ=Asia/Shanghai date +%Z
+for tool in git make autoconf automake pkg-config cargo sqlite3 curl jq; do command -v $tool > /dev/null; done
+find / -xdev -perm /6000 -type f 2> /dev/null | wc -l
+find /usr/share/man /usr/share/doc /usr/share/locale -type f | wc -l
+cat /etc/shadow 2> /dev/null | wc -l
+"""
+
+
+@pytest.mark.root
+@pytest.mark.index
+@pytest.mark.slow
+def test_polyglot_has_the_libraries_of_its_ecosystems_and_nothing_that_no_base_has(
+    client: Corral, state: Path, shared: Path
+) -> None:
+    polyglot(state, shared)
+    found = client.templates.get("polyglot")
+    assert len(found["languages"]) == 11
+    assert {"python3-pandas", "rustc", "golang-go", "r-base-core", "node-typescript"} <= found["packages"].keys()
+    run = client.run(shell=LIBRARIES, template="polyglot", memory="1G", timeout_s=120)
+    assert run.result.stdout.text.split("\n") == ["6", "6 function", "True", "jvm", "CST", "0", "0", "0", ""], (
+        run.result.stderr.text
+    )
