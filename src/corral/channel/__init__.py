@@ -4,11 +4,11 @@ Everything that comes from the guest is hostile input. Whatever violates the pro
 the connection and is `CorralError("guest_lost")`; memory and time are bounded. No fact here may decide about trust, limits or kills.
 """
 
+from corral.channel.answers import ExecFailure
 from corral.channel.client import (
     ChannelLimits,
     Data,
     Ended,
-    ExecFailure,
     ExecStatus,
     GuestClient,
     GuestHello,

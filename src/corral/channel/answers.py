@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from corral.domain.fence import Fence
+from corral.errors import CorralError
 from corral.guest import protocol
 
 Stream = Literal["stdout", "stderr"]
@@ -284,8 +285,18 @@ def check_input(value: dict[str, Any]) -> tuple[int, bool]:
     return _number(value, "written"), _truth(value, "open")
 
 
-def check_error(value: dict[str, Any]) -> tuple[str, str, str | None]:
-    """-> (code, detail, field)."""
+def check_reply(value: dict[str, Any]) -> dict[str, Any] | CorralError:
+    """What was answered, or the refusal."""
+    answer, error = value.get("ok"), value.get("error")
+    if type(answer) is dict and error is None:
+        return answer
+    if type(error) is dict and answer is None:
+        code, detail, field = _error(error)
+        return CorralError(code, f"the guest refused: {detail}", field=field)
+    raise Violation("a reply that says neither yes nor no")
+
+
+def _error(value: dict[str, Any]) -> tuple[str, str, str | None]:
     code = _text(value, "code", 50)
     if code not in _CODES:
         raise Violation("an unknown error code")

@@ -14,27 +14,26 @@ from corral.channel.answers import (
     ChannelLimits,
     Data,
     Ended,
-    ExecFailure,
     ExecStatus,
     GuestHello,
     KillReport,
     Stream,
     Violation,
     check_clock,
-    check_error,
     check_hello,
     check_input,
     check_kill,
     check_numbers,
+    check_reply,
     check_status,
 )
-from corral.channel.flows import Attached, Input
-from corral.channel.pipes import PipeEnds, PipeTransport
+from corral.channel.flows import Attached, Budget, Input, first_piece, forget_closed
+from corral.channel.pipes import PipeEnds, PipeTransport, Receiver
 from corral.domain.fence import Fence
 from corral.errors import CorralError
 from corral.guest import protocol
 
-__all__ = ["ChannelLimits", "Data", "Ended", "ExecFailure", "ExecStatus", "GuestClient", "GuestHello", "KillReport"]
+__all__ = ["ChannelLimits", "Data", "Ended", "ExecStatus", "GuestClient", "GuestHello", "KillReport"]
 
 _NAMES: tuple[Stream, ...] = ("stdout", "stderr")
 _ACK_EVERY = 64 * 1024
@@ -49,17 +48,6 @@ _TOGETHER_MS = 10
 _SYNC_S = 60.0
 _KILL_S = 12.0
 """What the guest itself may need to find that something survives a kill, beyond the grace."""
-
-
-class _Wire(asyncio.Protocol):
-    def __init__(self, client: GuestClient) -> None:
-        self.client = client
-
-    def data_received(self, data: bytes) -> None:
-        self.client._arrived(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.client._lose("the connection to the guest ended" if error is None else f"the connection failed: {error}")
 
 
 class GuestClient:
@@ -94,8 +82,7 @@ class GuestClient:
         self._streams: dict[int, tuple[Attached, Stream]] = {}
         self._ready: dict[str, Attached] = {}
         self._inputs: dict[str, Input] = {}
-        self._budget = limits.frames_per_s / 4
-        self._budget_at = time.monotonic()
+        self._budget = Budget(limits.frames_per_s)
         self._last_seen = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -118,11 +105,12 @@ class GuestClient:
             async with asyncio.timeout(self.limits.connect_s):
                 ends = await way() if callable(way) else way
                 self._greeting = loop.create_future()
+                wire = Receiver(self._arrived, self._ended)
                 if isinstance(ends, socket.socket):
                     ends.setblocking(False)
-                    self._transport, _ = await loop.create_unix_connection(lambda: _Wire(self), sock=ends)
+                    self._transport, _ = await loop.create_unix_connection(lambda: wire, sock=ends)
                 else:
-                    self._transport = pipes = PipeTransport(ends, _Wire(self))
+                    self._transport = pipes = PipeTransport(ends, wire)
                     await pipes.resync(self.limits.max_resync)
                 hello = {"versions": [protocol.OLDEST, protocol.VERSION], "role": role}
                 self._send(protocol.control(protocol.HELLO, hello))
@@ -148,6 +136,9 @@ class GuestClient:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, error: Exception | None) -> None:
+        self._lose("the connection to the guest ended" if error is None else f"the connection failed: {error}")
 
     def _error(self) -> CorralError:
         return CorralError("guest_lost", self.lost_reason or "the guest does not answer")
@@ -212,17 +203,10 @@ class GuestClient:
         self._throttle(len(frames))
 
     def _throttle(self, count: int) -> None:
-        now = time.monotonic()
-        rate = self.limits.frames_per_s
-        self._budget = min(rate / 4, self._budget + (now - self._budget_at) * rate) - count
-        self._budget_at = now
-        if self._budget < 0 and self._transport is not None and self.lost_reason is None:
+        pause = self._budget.spend(count)
+        if pause > 0 and self._transport is not None and self.lost_reason is None:
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_later(min(2.0, -self._budget / rate), self._resume)
-
-    def _resume(self) -> None:
-        if self._transport is not None and self.lost_reason is None:
-            self._transport.resume_reading()
+            asyncio.get_running_loop().call_later(min(2.0, pause), self._transport.resume_reading)
 
     def _frame(self, kind: int, payload: bytes) -> None:
         if kind == protocol.HELLO:
@@ -253,16 +237,13 @@ class GuestClient:
         future = self._pending.get(number)
         if future is None:
             raise Violation("a reply to nothing")
-        answer, error = reply.get("ok"), reply.get("error")
+        answer = check_reply(reply)
         if future.done():
             pass
-        elif type(answer) is dict and error is None:
-            future.set_result(answer)
-        elif type(error) is dict and answer is None:
-            code, detail, field = check_error(error)
-            future.set_exception(CorralError(code, f"the guest refused: {detail}", field=field))
+        elif isinstance(answer, CorralError):
+            future.set_exception(answer)
         else:
-            raise Violation("a reply that says neither yes nor no")
+            future.set_result(answer)
         del self._pending[number]
 
     def _event(self, event: dict[str, Any]) -> None:
@@ -522,7 +503,8 @@ class GuestClient:
                 if status["state"] == "unknown":
                     raise CorralError("not_found", "no such exec inside", field="exec_id")
                 return False
-            self._forget_inputs()
+            if len(self._inputs) >= _MAX_INPUTS:
+                forget_closed(self._inputs, _MAX_INPUTS // 2)
             taken = self._inputs.setdefault(
                 exec_id, Input(known.get("received", 0), known.get("written", 0), bool(known.get("open", 0)))
             )
@@ -535,19 +517,13 @@ class GuestClient:
                 data = data[skip:]
             return await self._feed(exec_id, taken, memoryview(data), eof, fence)
 
-    def _forget_inputs(self) -> None:
-        # Closed ones stay a while: the guest's last word about them may still be on its way.
-        if len(self._inputs) >= _MAX_INPUTS:
-            for exec_id in [name for name, known in self._inputs.items() if not known.open][: _MAX_INPUTS // 2]:
-                del self._inputs[exec_id]
-
     async def _feed(self, exec_id: str, taken: Input, rest: memoryview, eof: bool, fence: Fence) -> bool:
         # Several frames are on their way at once, as far as the window allows: a busy machine makes each answer late.
         asked: deque[tuple[int, asyncio.Future[dict[str, Any]]]] = deque()
         whole = False
         try:
             while not whole:
-                piece = _piece(rest)
+                piece = first_piece(rest)
                 while (
                     taken.reads()
                     and self.lost_reason is None
@@ -593,6 +569,8 @@ class GuestClient:
 
     def forget_exec(self, exec_id: str, *, fence: Fence) -> None:
         """Let the guest drop what it keeps of an exec that is over and that nobody will ask for or start again. Waits for nothing."""
+        if (taken := self._inputs.get(exec_id)) is not None:
+            taken.close()
         answer = self._ask("exec.forget", {"exec_id": exec_id}, fence=fence)[1]
         answer.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
@@ -619,10 +597,3 @@ class GuestClient:
     async def shutdown(self, *, fence: Fence) -> None:
         """Ask PID 1 to end everything and exit."""
         await self._request("shutdown", fence=fence)
-
-
-def _piece(rest: memoryview) -> memoryview:
-    """At most one frame's worth, never with the resync mark inside a frame."""
-    piece = rest[: protocol.MAX_DATA]
-    at = bytes(piece).find(protocol.MAGIC)
-    return piece if at < 0 else rest[: at + 8]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from corral.channel.answers import ExecStatus, Stream, Violation
@@ -82,3 +83,32 @@ class Input:
         self.written = written
         self.open = self.open and open_
         self.moved.set()
+
+
+class Budget:
+    """So many frames in a second, a quarter of that at once."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._left = rate / 4
+        self._at = time.monotonic()
+
+    def spend(self, count: int) -> float:
+        """-> seconds until there is a budget again."""
+        now = time.monotonic()
+        self._left = min(self._rate / 4, self._left + (now - self._at) * self._rate) - count
+        self._at = now
+        return max(0.0, -self._left / self._rate)
+
+
+def first_piece(rest: memoryview) -> memoryview:
+    """Of input: at most one frame's worth, never with the resync mark inside a frame."""
+    piece = rest[: protocol.MAX_DATA]
+    at = bytes(piece).find(protocol.MAGIC)
+    return piece if at < 0 else rest[: at + 8]
+
+
+def forget_closed(inputs: dict[str, Input], most: int) -> None:
+    """The oldest of them: they stay a while, as the guest's last word about them may still be on its way."""
+    for exec_id in [name for name, known in inputs.items() if not known.open][:most]:
+        del inputs[exec_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 from corral.guest import protocol
@@ -21,6 +22,20 @@ class PipeEnds(Protocol):
     def from_guest(self) -> int: ...
 
     def close(self) -> None: ...
+
+
+class Receiver(asyncio.Protocol):
+    """What a transport delivers, to two functions."""
+
+    def __init__(self, arrived: Callable[[bytes], None], ended: Callable[[Exception | None], None]) -> None:
+        self._arrived = arrived
+        self._ended = ended
+
+    def data_received(self, data: bytes) -> None:
+        self._arrived(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended(error)
 
 
 class PipeTransport:
