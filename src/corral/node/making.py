@@ -127,6 +127,7 @@ async def make(
             clock.lap("identify_ms")
         except BaseException:
             looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)  # or its end is reported as nobody's
             raise
         await looking
         body.take_base()
