@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TIOCSCTTY = 0x540E
 DEFAULT_PATH = b"/usr/local/bin:/usr/bin:/bin"
+SOFT_OPEN_FILES = 1024
 MAX_PACKED = 48 * 1024
 """Plans above this are not handed to a child that waits."""
 
@@ -276,7 +277,9 @@ def _limit(number: int, value: int) -> None:
     _, hard = resource.getrlimit(number)
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
-    resource.setrlimit(number, (value, value))
+    # `select` breaks on descriptors above 1023; programs that can do with more (Node, Java, Go) raise the soft limit themselves.
+    soft = min(value, SOFT_OPEN_FILES) if number == resource.RLIMIT_NOFILE else value
+    resource.setrlimit(number, (soft, value))
 
 
 def _switch_user(uid: int, gid: int) -> None:

@@ -104,6 +104,14 @@ async def test_the_program_gets_exactly_its_environment_and_descriptors(guest, c
     assert lines[5] == "(0, 0) (333, 333)"
 
 
+async def test_a_program_may_raise_its_open_files_to_the_limit_and_starts_with_what_select_can_take(
+    guest, client: GuestClient
+) -> None:
+    script = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)); resource.setrlimit(resource.RLIMIT_NOFILE, (3000, 3000))"
+    result = await guest.run(client, "python3", "-I", "-S", "-c", script, rlimits={"nofile": 3000})
+    assert (result.stdout, result.stderr) == (b"(1024, 3000)\n", b"")
+
+
 async def test_execs_run_as_the_other_user_without_capabilities(guest, client: GuestClient) -> None:
     result = await guest.run(
         client, "sh", "-c", "id -u; id -g; id -G; grep -E 'CapEff|CapPrm|CapAmb' /proc/self/status"

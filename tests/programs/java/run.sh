@@ -1,0 +1,1 @@
+cd "$(dirname "$0")" && javac -d /workspace/classes Programs.java && exec java -cp /workspace/classes Programs

@@ -1,0 +1,1 @@
+cd "$(dirname "$0")" && rustc -O -o /workspace/programs-rust main.rs && exec /workspace/programs-rust
