@@ -562,7 +562,16 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
 
     async def stdin_exec(self, exec_id: str, data: bytes, eof: bool, offset: int | None = None) -> bool:
         job = self._job(exec_id)
-        return await (await job.body.client()).stdin(exec_id, data, eof, fence=job.body.floor, offset=offset)
+        client = await job.body.client()
+        giving = asyncio.ensure_future(client.stdin(exec_id, data, eof, fence=job.body.floor, offset=offset))
+        try:
+            # A guest need not say that the program reads no more; that it is over is known without it.
+            either: set[asyncio.Future[Any]] = {giving, job.done}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return giving.result() if giving.done() else False
+        finally:
+            giving.cancel()
+            await asyncio.gather(giving, return_exceptions=True)
 
     async def signal_exec(self, exec_id: str, signal: int) -> None:
         if not 1 <= signal <= 64:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from corral.adapters.runtimes.fake import FakeGuest
+from corral.channel import GuestClient
 from corral.domain.fence import Fence
 from corral.domain.limits import Limits
 from corral.errors import CorralError
@@ -403,3 +404,22 @@ async def test_whoever_ends_an_exec_whose_start_is_refused_meanwhile_hears_of_it
     refuse.set()
     for outcome in await asyncio.wait_for(asyncio.gather(starting, ending, return_exceptions=True), 20):
         assert isinstance(outcome, CorralError) and outcome.code == "conflict"
+
+
+async def test_whoever_gives_input_waits_no_longer_than_the_exec_lasts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = asyncio.Event()
+
+    async def for_ever(*values: Any, **more: Any) -> bool:
+        given.set()
+        await asyncio.Event().wait()
+        return True
+
+    ins = await bench.create()
+    exec_id = await bench.begin(ins, "cat", stdin_open=True)
+    monkeypatch.setattr(GuestClient, "stdin", for_ever)
+    giving = asyncio.create_task(bench.node.stdin_exec(exec_id, b"x", False))
+    await asyncio.wait_for(given.wait(), 20)
+    await bench.node.end_exec(exec_id, "cancelled")
+    assert await asyncio.wait_for(giving, 20) is False
