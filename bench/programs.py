@@ -44,11 +44,17 @@ def prepare(workload: str, target: Path) -> None:
             shutil.copytree(f"{work}/usr/lib/python3.11", target / "suite", dirs_exist_ok=True)
         shutil.copytree("/usr/lib/python3.11/test", target / "suite" / "test", dirs_exist_ok=True)
     if workload == "pytest":
+        (target / "site").mkdir(exist_ok=True)
+        shutil.copy(_origin("py"), target / "site")
         for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
-            found = importlib.util.find_spec(name)
-            assert found is not None and found.origin is not None, name
             ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(Path(found.origin).parent, target / "site" / name, ignore=ignore, dirs_exist_ok=True)
+            shutil.copytree(_origin(name).parent, target / "site" / name, ignore=ignore, dirs_exist_ok=True)
+
+
+def _origin(module: str) -> Path:
+    found = importlib.util.find_spec(module)
+    assert found is not None and found.origin is not None, module
+    return Path(found.origin)
 
 
 def parsed(text: str) -> dict[str, dict[str, str]]:

@@ -33,7 +33,7 @@ class Limits:
     output_bytes: int = 10 * MIB
     output_kill_bytes: int = 100 * MIB
     wall_s: float = 60.0
-    open_files: int = 4096
+    open_files: int = 16384
 
     def as_dict(self) -> dict[str, Any]:
         """The words of the contract -> numbers (bytes, counts, cores, seconds); `from_dict` is the inverse."""

@@ -36,7 +36,7 @@ t "interactive rebase" sh -c 'GIT_SEQUENCE_EDITOR="sed -i 2s/pick/squash/" GIT_E
 t worktree sh -c 'git worktree add -q ../tree main~5 && [ -f ../tree/blamed.txt ] && git worktree remove ../tree'
 t stash sh -c 'echo z >>new.txt && git stash -q && git stash pop -q && git checkout -q new.txt'
 t merge sh -c 'git checkout -q main && git merge -q --no-ff -m merge side'
-bisect() { git bisect start -q main main~30 && git bisect run sh -c 'exit $(( $(git rev-list --count HEAD) % 2 ))' >/dev/null; git bisect reset -q; }
+bisect() { git bisect start main main~30 >/dev/null && git bisect run sh -c 'exit $(( $(git rev-list --count HEAD) % 2 ))' >/dev/null; git bisect reset >/dev/null 2>&1; }
 t bisect bisect
 t gc git gc -q
 t fsck git fsck --full
