@@ -65,13 +65,14 @@ async def test_all_of_an_exec_goes_with_its_supervisor(guest: RunningGuest, clie
     await anext(output)
     first = processes.descendants(guest.process.pid)[0].pid
     supervisors = [p.pid for p in processes.descendants(first) if p.parent == first]
-    assert len(supervisors) == 1
-    os.kill(supervisors[0], signal.SIGKILL)
+    # Beside it one may stand by, with a single child.
+    os.kill(max(supervisors, key=lambda pid: len(processes.descendants(pid))), signal.SIGKILL)
     async with asyncio.timeout(60):
         while (status := await client.exec_status(spec["exec_id"]))["state"] == "running":
             await asyncio.sleep(0.01)
     assert (status["state"], status["killed_all"], status["exit_code"], status["signal"]) == ("lost", True, None, None)
-    assert (await client.usage())["execs"] == 0 and len(processes.descendants(first)) == 0
+    usage = await client.usage()
+    assert (usage["execs"], usage["processes"]) == (0, 0)
     assert (await guest.run(client, "echo", "ok")).stdout == b"ok\n"
 
 
