@@ -339,7 +339,9 @@ async def collect_garbage(services: Services, request: Request) -> Reply:
 
 
 async def doctor(services: Services, request: Request) -> Reply:
-    return Reply(200, await services.upkeep.doctor(fresh=flag_of(request, "fresh"), security=flag_of(request, "security")))
+    return Reply(
+        200, await services.upkeep.doctor(fresh=flag_of(request, "fresh"), security=flag_of(request, "security"))
+    )
 
 
 async def healthz(services: Services, request: Request) -> Reply:
