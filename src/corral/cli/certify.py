@@ -39,7 +39,7 @@ def command(
     """Run the hostile suite against the runtimes of this host: held, failed, or not provable here.
 
     Sandboxes that run are neither seen nor touched; the trial has a state directory of its own and leaves nothing.
-    Exit status 1 if something failed or nothing could be tried.
+    Exit status 1 if something failed, if nothing held on a runtime that was tried, or if one that is named does not work here.
     """
     if join and markdown is None:
         raise click.BadOptionUsage("--join", "--join needs --markdown.", ctx)

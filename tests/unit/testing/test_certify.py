@@ -1,6 +1,13 @@
 """What a try shows and what may be said of it: held only with a control that works, failed at the least crack."""
 
+import asyncio
+import dataclasses
 import json
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +15,21 @@ from corral.domain.facts import ExecFacts, Usage
 from corral.domain.limits import MIB
 from corral.errors import CorralError
 from corral.testing import certify
-from corral.testing.certify import kernel, limits, page
-from corral.testing.certify.bench import SMALL, Ended
-from corral.testing.certify.register import GROUPS, first, of_its_own, opened
-from corral.testing.certify.verdict import Report, RuntimeReport, Seen, Trial, broken, find, judge, limit_trial
+from corral.testing.certify import kernel, limits, page, residue
+from corral.testing.certify.bench import SMALL, Bench, Box, Canaries, Ended, create, unlisted
+from corral.testing.certify.files import copied
+from corral.testing.certify.register import GROUPS, Attack, first, of_its_own, opened
+from corral.testing.certify.verdict import (
+    AFTERWARDS,
+    Report,
+    RuntimeReport,
+    Seen,
+    Trial,
+    broken,
+    find,
+    judge,
+    limit_trial,
+)
 
 WORKS = Seen(True, "works elsewhere")
 REFUSED = Seen(False, "refused too")
@@ -105,6 +123,8 @@ def test_the_mode_of_a_limit_is_read_off_the_end_of_the_program() -> None:
     assert limits.seen_mode(pids, ended(told(pids.size - 3, "EAGAIN"), exit_code=0))[0] == "enforced"
     kill = ended(signal=9, usage=Usage(peak_memory_bytes=memory.size, oom_kills=1))
     assert limits.seen_mode(memory, kill)[0] == "enforced"
+    assert limits.seen_mode(memory, ended(exit_code=1))[0] is None, "it may have failed of anything"
+    assert limits.seen_mode(memory, ended(exit_code=137, usage=Usage(oom_kills=1)))[0] == "enforced"
     over = ended(signal=9, usage=Usage(peak_memory_bytes=3 * memory.size))
     assert limits.seen_mode(memory, over)[0] == "watched"
     assert SMALL.memory_bytes == memory.size and memory.size % MIB == 0
@@ -129,17 +149,101 @@ def test_the_first_place_where_a_door_opens_is_the_control() -> None:
     assert of_its_own(Seen(True, "ok")).broke is None and of_its_own(Seen(False, "no")).broke is False
 
 
-def report(*findings: certify.Finding, unusable: str | None = None) -> Report:
+def report(*findings: certify.Finding, unusable: str | None = None, named: tuple[str, ...] = ()) -> Report:
     runtime = RuntimeReport("crun", "1.0", 1, unusable, findings)
     host = {"kernel": "6.1.0-secret-build", "machine": "x86_64", "cgroup": "v2", "memory_bytes": 1, "cpus": 2}
-    return Report("2030-01-02T03:04:05Z", "root", host, {"corral": "0.1.0", "crun": "1.0"}, (runtime,))
+    return Report("2030-01-02T03:04:05Z", "root", host, {"corral": "0.1.0", "crun": "1.0"}, (runtime,), named)
 
 
 def test_nothing_tried_is_no_success_and_one_failure_is_none_either() -> None:
     assert report(of(held("a"))).ok
     assert not report(of(held("a")), of(Trial("b", Seen(True, "ok"), WORKS))).ok
     assert not report(unusable="not installed").ok
-    assert report(of(held("a")), of(Trial("c", Seen(False, "x"), REFUSED))).ok, "not provable is no failure"
+    unproven = of(Trial("c", Seen(False, "x"), REFUSED))
+    assert report(of(held("a")), unproven).ok, "not provable is no failure"
+    assert not report(unproven).ok and not report().ok, "but alone it proves nothing"
+    last = find(*AFTERWARDS, "about", "host", [held("a")])
+    assert not report(unproven, last).ok, "nor does the row that every trial has"
+
+
+def test_each_runtime_that_is_named_must_work_and_each_that_is_tried_must_prove_something() -> None:
+    good = report(of(held("a")), named=("crun",))
+    assert good.ok
+    assert not dataclasses.replace(good, named=("crun", "runsc")).ok
+    other = RuntimeReport("runsc", None, 2, "not installed")
+    both = dataclasses.replace(good, runtimes=(*good.runtimes, other))
+    assert both.ok, "one that is only configured may be missing"
+    assert not dataclasses.replace(both, named=("crun", "runsc")).ok
+    idle = dataclasses.replace(other, unusable=None)
+    assert not dataclasses.replace(good, runtimes=(*good.runtimes, idle)).ok
+
+
+def test_nobody_else_can_name_where_the_canary_lies_or_have_it_written_through_a_link(tmp_path: Path) -> None:
+    async def go() -> None:
+        canaries = Canaries()
+        try:
+            sockets = [target[1] for target in await canaries.listen() if target[0] == "path"]
+            above = canaries.place.parent
+            assert stat.S_IMODE(above.stat().st_mode) == 0o711 and stat.S_IMODE(canaries.place.stat().st_mode) == 0o777
+            assert len(canaries.place.name) >= 32 and all(canaries.place.name not in path for path in sockets)
+            assert stat.S_IMODE(canaries.file.stat().st_mode) == 0o666 and canaries.untouched()
+            aim = tmp_path / "aim"
+            aim.write_text(canaries.word)
+            canaries.file.unlink()
+            canaries.file.symlink_to(aim)
+            assert not canaries.untouched(), "a link to the same words is another file"
+            with pytest.raises(FileExistsError):
+                create(canaries.file)
+            assert aim.read_text() == canaries.word
+        finally:
+            await canaries.close()
+        assert not above.exists()
+
+    asyncio.run(go())
+
+
+def test_arguments_that_are_unlisted_reach_the_program_and_not_its_command_line() -> None:
+    code, words = unlisted("print(sys.argv[1:])", "/tmp/ä b", "word")
+    done = subprocess.run([sys.executable, "-c", code], input=words, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == str(["/tmp/ä b", "word"]) and "word" not in code
+
+
+def test_a_copy_that_takes_nothing_at_all_and_a_tenant_elsewhere_show_nothing() -> None:
+    assert copied(True, "taken", False).broke and copied(False, "taken", True).broke is False
+    assert copied(False, "taken", False).broke is None
+    assert judge(residue.met(held("files"), {"ids", "directory"}, set())) == "held"
+    elsewhere = residue.met(held("files"), {"directory"}, {"ids"})
+    assert judge(elsewhere) == "not_provable" and "never the same ids" in elsewhere.attack.how
+    found = Trial("files", Seen(True, "found"), WORKS)
+    assert judge(residue.met(found, set(), {"ids"})) == "failed", "what is found is found anywhere"
+
+
+def test_the_last_row_tells_when_the_directory_of_the_trial_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    (row,) = residue.after_all(str(tmp_path / "gone"), "cert-none", 1)
+    assert row.verdict == "held" and not (tmp_path / "gone").exists()
+    (tmp_path / "stays").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    (row,) = residue.after_all(str(tmp_path / "stays"), "cert-none", 1)
+    assert row.verdict == "failed" and "the directory of the trial" in row.evidence
+
+
+def test_whatever_an_attack_raises_is_a_row_and_what_is_no_object_is_no_answer() -> None:
+    async def run(bench: Bench) -> list[Trial]:
+        raise RecursionError("deep")
+
+    attack = Attack("guest", "n", "a", "host", run)
+    finding = asyncio.run(certify._try(attack, None))  # type: ignore[arg-type]
+    assert finding.verdict == "failed" and "RecursionError" in finding.evidence
+
+    class Told(Box):
+        async def python(self, code: str, *arguments: str, **spec: object) -> Ended:
+            return ended("[1]", exit_code=0)
+
+    with pytest.raises(CorralError, match="no object"):
+        asyncio.run(Told(None, "ins", None).ask(""))  # type: ignore[arg-type]
 
 
 def test_the_page_tells_what_failed_escapes_bars_and_names_no_build_of_the_kernel() -> None:

@@ -16,7 +16,6 @@ import dataclasses
 import os
 import platform
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -65,7 +64,7 @@ async def run(
         reports.append(await _certify(name, attacks, settings, tell))
     host, versions = await asyncio.to_thread(_host), _versions(reports)
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return Report(now, "root" if os.geteuid() == 0 else "user", host, versions, tuple(reports))
+    return Report(now, "root" if os.geteuid() == 0 else "user", host, versions, tuple(reports), tuple(runtimes))
 
 
 def run_blocking(runtimes: Sequence[str] = (), **options: Any) -> Report:
@@ -87,7 +86,7 @@ def _chosen(only: Collection[str]) -> list[Attack]:
 def _configured(settings: config.Config) -> list[str]:
     from corral import bootstrap
 
-    return list(settings.runtimes or bootstrap.BY_DEFAULT)
+    return list(settings.runtimes or bootstrap.by_default(settings))
 
 
 async def _certify(
@@ -110,21 +109,27 @@ async def _certify(
         bench = Bench(compose, state, installation, settings.unsafe)
         opened = False
         try:
-            info = await bench.open()
+            try:
+                info = await bench.open()
+            except CorralError:
+                raise
+            except Exception as error:  # an adapter of anybody's: what was found of the others is told all the same
+                return RuntimeReport(name, None, 0, _words(error))
             opened = True
             if not info.usable:
                 return RuntimeReport(name, info.version, info.security_level, info.reason or "it does not work here")
             for place, attack in enumerate(attacks):
                 tell(f"{attack.group}: {attack.name}", place / max(1, len(attacks)))
                 findings.append(await _try(attack, bench))
-            living = await residue.while_living(bench)
+            with contextlib.suppress(Exception):  # then the last row has no control, and says so
+                living = await residue.while_living(bench)
         finally:
             if opened:
-                with contextlib.suppress(CorralError, OSError):
+                with contextlib.suppress(Exception):  # the last row tells what that left
                     await bench.close()
         findings += await asyncio.to_thread(residue.after_all, str(state), installation, living)
     finally:
-        shutil.rmtree(state, ignore_errors=True)
+        await asyncio.to_thread(residue.remove, str(state))
     took = time.monotonic() - began
     return RuntimeReport(
         *(name, info.version, info.security_level, None, tuple(findings), took, tuple(sorted(settings.unsafe)))
@@ -142,12 +147,16 @@ async def _try(attack: Attack, bench: Bench) -> Finding:
         async with asyncio.timeout(ATTACK_S):
             trials = await attack.run(bench)
     except CorralError as error:
-        return broken(*words, f"{error.code}: {error.detail}", took())
+        return broken(*words, _words(error), took())
     except TimeoutError:
         return broken(*words, f"not within {ATTACK_S:.0f} s", took())
-    except (OSError, ValueError, KeyError) as error:
-        return broken(*words, f"{type(error).__name__}: {error}", took())
+    except Exception as error:  # what a hostile program told may be anything: that is a row, not the end of the report
+        return broken(*words, _words(error), took())
     return find(*words, trials, took())
+
+
+def _words(error: Exception) -> str:
+    return f"{error.code}: {error.detail}" if isinstance(error, CorralError) else f"{type(error).__name__}: {error}"
 
 
 def _place(state_dir: str) -> Path:

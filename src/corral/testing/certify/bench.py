@@ -159,7 +159,9 @@ class Box:
     async def ask(self, code: str, *arguments: str, **spec: Any) -> dict[str, Any]:
         """The JSON object that a program prints."""
         spec.setdefault("limits", dataclasses.replace(SMALL, output_bytes=4 * MIB, output_kill_bytes=8 * MIB))
-        answers: dict[str, Any] = (await self.python(code, *arguments, **spec)).json()
+        answers = (await self.python(code, *arguments, **spec)).json()
+        if not isinstance(answers, dict):
+            raise CorralError("infra_error", f"the attack told no object: {str(answers)[:100]}")
         return answers
 
     async def end(self, exec_id: str) -> None:
@@ -349,7 +351,7 @@ class Bench:
         apart = APART if self.root and who != "user" else ""
         return [*self._host_python(), "-c", apart + code, *arguments], options
 
-    async def outside(self, code: str, *arguments: str, who: str = "self") -> dict[str, Any] | None:
+    async def outside(self, code: str, *arguments: str, who: str = "self", stdin: bytes = b"") -> dict[str, Any] | None:
         """What the program tells as a plain child of the host; None where it does not run there."""
         if not self.stage.python:
             await self.held()
@@ -359,7 +361,7 @@ class Bench:
 
         def run() -> dict[str, Any] | None:
             try:
-                done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, **options)
+                done = subprocess.run(command, input=stdin, capture_output=True, timeout=60, **options)
                 answers: dict[str, Any] | None = json.loads(done.stdout) if done.returncode == 0 else None
             except (OSError, ValueError, subprocess.SubprocessError):
                 return None
@@ -373,24 +375,29 @@ class Canaries:
 
     def __init__(self) -> None:
         self.word = f"canary-{secrets.token_hex(16)}"
-        self.place = Path(tempfile.mkdtemp(prefix="corral-canary-"))
-        self.place.chmod(0o777)
+        # Everybody may write beside the file, as the attack does: so the name of that directory is known to nobody else. The one
+        # above can be listed by us alone, and /proc/net/unix, which tells everybody where sockets are, names only that one.
+        self._above = Path(tempfile.mkdtemp(prefix="corral-canary-"))
+        self._above.chmod(0o711)
+        self.place = self._above / secrets.token_hex(16)
+        self.place.mkdir()
         self.file = self.place / "file"
         self.targets: list[list[Any]] = []
         self._servers: list[asyncio.Server] = []
         self._letters: list[asyncio.DatagramTransport] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.refresh()
-
-    def refresh(self) -> None:
-        self.file.write_text(self.word)
-        self.file.chmod(0o666)
+        with open(create(self.file), "w", encoding="utf-8") as file:
+            file.write(self.word)
+            os.fchmod(file.fileno(), 0o666)
+            self._inode = os.fstat(file.fileno()).st_ino
+        self.place.chmod(0o777)
 
     def untouched(self) -> bool:
-        """The file is as it was, and alone with what we made."""
-        known = {"file", "socket"}
+        """The file is the one that it was, as it was, and alone."""
         try:
-            return self.file.read_text() == self.word and {path.name for path in self.place.iterdir()} <= known
+            with open(os.open(self.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                same = os.fstat(file.fileno()).st_ino == self._inode and file.read() == self.word.encode()
+            return same and os.listdir(self.place) == ["file"]
         except OSError:
             return False
 
@@ -412,7 +419,7 @@ class Canaries:
         name = f"corral-canary-{secrets.token_hex(6)}"
         self._servers.append(await asyncio.start_unix_server(_greet, "\0" + name))
         self.targets.append(["abstract", name])
-        path = str(self.place / "socket")
+        path = str(self._above / "socket")
         self._servers.append(await asyncio.start_unix_server(_greet, path))
         os.chmod(path, 0o666)  # noqa: S103
         self.targets.append(["path", path])
@@ -433,7 +440,17 @@ class Canaries:
             server.close()
         for letters in self._letters:
             letters.close()
-        shutil.rmtree(self.place, ignore_errors=True)
+        shutil.rmtree(self._above, ignore_errors=True)
+
+
+def create(path: Path) -> int:
+    """A new file, open for writing: never one that is there, nor where a link leads."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def unlisted(code: str, *arguments: str) -> tuple[str, bytes]:
+    """The program, and what it reads from standard input in place of arguments, which every user of the host could read."""
+    return f"import json, sys\nsys.argv[1:] = json.loads(sys.stdin.readline())\n{code}", json.dumps(arguments).encode()
 
 
 def _own_address() -> list[str]:

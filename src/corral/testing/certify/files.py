@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from corral.errors import CorralError
-from corral.testing.certify.bench import FENCE, NOBODY, Bench, Box, Canaries, eventually, marked, status_of
+from corral.testing.certify.bench import (
+    FENCE,
+    NOBODY,
+    Bench,
+    Box,
+    Canaries,
+    create,
+    eventually,
+    marked,
+    status_of,
+    unlisted,
+)
 from corral.testing.certify.register import NO_CONTROL, attack, first, of_its_own, opened
 from corral.testing.certify.verdict import Seen, Trial
 from corral.testing.hostile.files import ESCAPE, HUNT, KERNEL_FILES, PLANT, RAISED, TARGETS, WRITABLE, WRITE, who_am_i
@@ -28,9 +39,10 @@ async def host_file(bench: Bench) -> list[Trial]:
     canaries = Canaries()
     try:
         box = await bench.held()
-        answers = await box.ask(ESCAPE, str(canaries.file), canaries.word)
+        code, words = unlisted(ESCAPE, str(canaries.file), canaries.word)
+        answers = await box.ask(code, stdin=words)
         untouched = canaries.untouched()
-        control = await bench.outside(ESCAPE, str(canaries.file), canaries.word)
+        control = await bench.outside(code, stdin=words)
         trials = [
             Trial(name, opened(answer), opened((control or {}).get("directly"), "on the bare host"))
             for name, answer in answers.items()
@@ -53,14 +65,15 @@ async def planted_links(bench: Bench) -> list[Trial]:
     into = Path(tempfile.mkdtemp(prefix="corral-certify-into-"))
     try:
         async with bench.box() as box:
-            planted = await box.ask(PLANT, str(canaries.file), str(canaries.place))
+            code, words = unlisted(PLANT, str(canaries.file), str(canaries.place))
+            planted = await box.ask(code, stdin=words)
             if set(planted.values()) != {"ok"}:
                 raise CorralError("infra_error", f"the links could not be laid: {planted}")
             with contextlib.suppress(CorralError):
                 await bench.node.collect(
                     box.instance_id, outputs=["/workspace/**"], max_bytes=1 << 25, into=str(into / "taken")
                 )
-            taken = _holds(into, canaries.word)
+            taken, fine = _holds(into, canaries.word), _holds(into, "mine")
             naive_read, naive_write = _naive(box, canaries)
             for path in (
                 "out/link",
@@ -70,17 +83,28 @@ async def planted_links(bench: Bench) -> list[Trial]:
                 "root/tmp/x",
                 "../file",
                 "out/fifo",
+                "plain",
             ):
                 with contextlib.suppress(CorralError):
                     await bench.node.put_files(box.instance_id, FENCE, [(path, 0o644, b"written by the host")])
             written = not canaries.untouched()
+            arrived = (
+                await box.python("raise SystemExit(open('/workspace/plain').read() != 'written by the host')")
+            ).facts
         return [
-            Trial("copied out", Seen(taken, "taken along" if taken else "left alone"), naive_read),
-            Trial("copied in", Seen(written, "written" if written else "left alone"), naive_write),
+            Trial("copied out", copied(taken, "taken along", fine), naive_read),
+            Trial("copied in", copied(written, "written", arrived.exit_code == 0), naive_write),
         ]
     finally:
         shutil.rmtree(into, ignore_errors=True)
         await canaries.close()
+
+
+def copied(led_out: bool, how: str, plain: bool) -> Seen:
+    """What a copy shows: one that takes nothing along at all leaves links alone too."""
+    if led_out:
+        return Seen(True, how)
+    return Seen(False, "left alone") if plain else Seen(None, "not even a plain file was copied")
 
 
 def _holds(place: Path, word: str) -> bool:
@@ -93,7 +117,7 @@ def _naive(box: Box, canaries: Canaries) -> tuple[Seen, Seen]:
     where = "a naive program of the host"
     try:
         read = (box.tree / "workspace/out/link").read_text() == canaries.word
-        (box.tree / "workspace/linked/new").write_text("led out")
+        os.close(create(box.tree / "workspace/linked/new"))
         written = (canaries.place / "new").exists()
         (canaries.place / "new").unlink(missing_ok=True)
     except OSError as error:

@@ -176,7 +176,7 @@ def seen_mode(amount: Amount, ended: Ended) -> tuple[Mode | None, str]:
     if told.get("errno"):
         how = f"{told['errno']} at {amount.shown(got)} of {amount.shown(amount.size)}"
         return ("enforced" if got <= amount.size * amount.slack else "watched"), how
-    if amount.limit == "memory" and (facts.signal == 9 or facts.sandbox_lost or facts.exit_code not in (0, None)):
+    if amount.limit == "memory" and (facts.signal == 9 or facts.sandbox_lost or facts.usage.oom_kills):
         peak = facts.usage.peak_memory_bytes
         above = peak is not None and peak > amount.size * amount.slack
         kills = facts.usage.oom_kills

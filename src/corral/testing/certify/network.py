@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from corral.testing.certify.bench import Bench, Canaries
+from corral.testing.certify.bench import Bench, Canaries, unlisted
 from corral.testing.certify.register import attack, opened
 from corral.testing.certify.verdict import Seen, Trial
 from corral.testing.hostile.network import OUTSIDE, REACH
@@ -21,8 +21,9 @@ async def services(bench: Bench) -> list[Trial]:
     canaries = Canaries()
     try:
         targets = await canaries.listen()
-        answers = await (await bench.held()).ask(REACH, json.dumps(targets))
-        control = await bench.outside(REACH, json.dumps(targets)) or {}
+        code, words = unlisted(REACH, json.dumps(targets))
+        answers = await (await bench.held()).ask(code, stdin=words)
+        control = await bench.outside(code, stdin=words) or {}
         trials = []
         for target in targets:
             key = " ".join(map(str, target))
@@ -51,7 +52,7 @@ async def beyond(bench: Bench) -> list[Trial]:
         Trial(
             "other addresses",
             Seen(bool(reached), f"reached: {', '.join(reached)}" if reached else f"{len(outside)} refused{', at once' if quick else ''}"),
-            Seen(isinstance(known, list) and len(known) > 1, "the host has routes to them"),
+            Seen(None, "no control: whether anybody answers there is not known here"),
         ),
     ]  # fmt: skip
 

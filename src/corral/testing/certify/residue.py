@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.testing.certify.bench import Bench, Box, status_of
 from corral.testing.certify.register import attack
-from corral.testing.certify.verdict import Finding, Seen, Trial, find
+from corral.testing.certify.verdict import AFTERWARDS, Finding, Seen, Trial, find
 from corral.testing.hostile.prelude import PRELUDE, TELL
 from corral.testing.hostile.residue import CLEAN, LEAVE, LOOK_FOR_MARKS, PLACES
 
@@ -92,19 +93,26 @@ async def next_tenant(bench: Bench) -> list[Trial]:
     await box.destroy()
     found: dict[str, Any] = dict(CLEAN)
     same: set[str] = set()
+    missing: set[str] = set()
     for _ in range(TENANTS):
         # The same name: the same directory and the same control group.
         async with bench.box(instance_id=name) as tenant:
             answers = _marks(await tenant.ask(LOOK_FOR_MARKS, word, *PLACES))
             found.update({key: value for key, value in answers.items() if value != CLEAN[key]})
             same |= before.shared(await _place(tenant))
-        if same >= {"ids", "directory"} | ({"device"} if before.device else set()):
+        missing = ({"ids", "directory"} | ({"device"} if before.device else set())) - same
+        if not missing:
             break
+    return [met(trial, same, missing) for trial in _trials(found, planted)]
+
+
+def met(trial: Trial, same: set[str], missing: set[str]) -> Trial:
+    """What a tenant shows by finding nothing: something only where it met everything of the one before."""
     where = f"with the same {', '.join(sorted(same))}" if same else "in another place"
-    return [
-        Trial(trial.way, Seen(trial.attack.broke, f"{trial.attack.how} {where}"), trial.control)
-        for trial in _trials(found, planted)
-    ]
+    if missing:
+        where += f", never the same {', '.join(sorted(missing))}"
+    broke = None if missing and not trial.attack.broke else trial.attack.broke
+    return Trial(trial.way, Seen(broke, f"{trial.attack.how} {where}"), trial.control)
 
 
 @attack(
@@ -166,11 +174,21 @@ async def while_living(bench: Bench) -> int:
     return len(traces(str(bench.state), bench.installation))
 
 
+def remove(state: str) -> bool:
+    """Remove the directory of the trial, unless something is mounted there still: what that shows is not ours to remove."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+        if not any(f"{Path(state).name}/" in line for line in table):
+            shutil.rmtree(state, ignore_errors=True)
+    return not os.path.lexists(state)
+
+
 def after_all(state: str, installation: str, living: int) -> list[Finding]:
     """The last finding, once everything is closed: nothing of the trial is on the host any more."""
     left = traces(state, installation)
+    if not remove(state):
+        left.append("the directory of the trial")
     found = sorted({f"{name} x{left.count(name)}" for name in left})
     seen = Seen(bool(left), ", ".join(found) if found else "no mount, loop device, control group, process or directory")
     control = Seen(living > 0, f"while a sandbox lived the same look found {living}")
     trial = Trial("after everything", seen, control)
-    return [find("residue", "the host, afterwards", "mounts, devices, groups, processes and files of the trial are gone", "host", [trial])]  # fmt: skip
+    return [find(*AFTERWARDS, "mounts, devices, groups, processes and files of the trial are gone", "host", [trial])]  # fmt: skip

@@ -16,6 +16,8 @@ from corral.domain.limits import Mode
 Verdict = Literal["held", "failed", "not_provable"]
 Witness = Literal["host", "inside"]
 _STRENGTH: dict[str, int] = {"absent": 0, "watched": 1, "enforced": 2}
+AFTERWARDS = ("residue", "the host, afterwards")
+"""The row that every trial ends with: alone it proves nothing of a runtime."""
 NAMED = 6
 """How many ways a sentence names before it counts the rest."""
 
@@ -88,6 +90,11 @@ class RuntimeReport:
     took_s: float = 0.0
     unsafe: tuple[str, ...] = ()
 
+    @property
+    def proven(self) -> bool:
+        """Whether an attack held: the last row, which every trial has, is none."""
+        return any(one.verdict == "held" and (one.group, one.name) != AFTERWARDS for one in self.findings)
+
     def count(self, verdict: Verdict) -> int:
         """How many attacks have this verdict."""
         return sum(finding.verdict == verdict for finding in self.findings)
@@ -118,12 +125,14 @@ class Report:
     host: dict[str, Any]
     versions: dict[str, str | None]
     runtimes: tuple[RuntimeReport, ...] = field(default_factory=tuple)
+    named: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Nothing failed, and something was tried."""
+        """Nothing failed, of each runtime that was tried something was proven, and each that was named could be tried."""
         tried = [runtime for runtime in self.runtimes if runtime.unusable is None]
-        return bool(tried) and not any(runtime.count("failed") for runtime in tried)
+        missing = set(self.named) - {runtime.name for runtime in tried}
+        return bool(tried) and not missing and all(runtime.proven and not runtime.count("failed") for runtime in tried)
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
