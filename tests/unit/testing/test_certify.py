@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from corral import bootstrap, config
 from corral.domain.facts import ExecFacts, Usage
 from corral.domain.limits import MIB
 from corral.errors import CorralError
@@ -259,3 +260,26 @@ def test_every_group_has_attacks_and_an_unknown_one_is_refused_by_name() -> None
     with pytest.raises(CorralError) as refused:
         certify.run_blocking(["bubblewrap"], only=["gest"])
     assert refused.value.code == "invalid_value" and "guest" in (refused.value.hint or "")
+
+
+def test_an_adapter_that_cannot_be_opened_is_told_as_unusable_and_the_next_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unopened:
+        def __init__(self, *_: object) -> None: ...
+
+        async def open(self) -> None:
+            raise RuntimeError("not today")
+
+    monkeypatch.setattr(certify, "Bench", Unopened)
+    settings = dataclasses.replace(config.load(), state_dir=str(tmp_path / "state"))
+    told = certify.run_blocking(["crun", "runc"], settings=settings)
+    assert [one.unusable for one in told.runtimes] == ["RuntimeError: not today"] * 2 and not told.ok
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_name_the_runtimes_of_the_configuration_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dataclasses.replace(config.load(), runtimes=())
+    monkeypatch.setattr(bootstrap, "by_default", lambda given: ("crun", "mine") if given is settings else ())
+    assert certify._configured(settings) == ["crun", "mine"]
+    assert certify._configured(dataclasses.replace(settings, runtimes=("runc",))) == ["runc"]

@@ -111,8 +111,6 @@ async def _certify(
         try:
             try:
                 info = await bench.open()
-            except CorralError:
-                raise
             except Exception as error:  # an adapter of anybody's: what was found of the others is told all the same
                 return RuntimeReport(name, None, 0, _words(error))
             opened = True
