@@ -362,7 +362,8 @@ def test_the_next_tenant_on_the_same_ids_and_the_same_disk_finds_nothing(
             image = server.box.state / "i" / instance_of(server, second) / "disk.img"
             assert not image.exists() or word.encode() not in image.read_bytes()
         if turn == 0:
-            assert median_ms(server, second) <= 3 * base + 250, "as fast as before"
+            # Other work of the machine comes and goes within the time; what the first left behind would stay.
+            eventually(lambda: median_ms(server, second) <= 3 * base + 250, 60, "execs are as fast as before")
             # What the kernel counts per user id is free again.
             if server.name not in SHARED_ACCOUNT:
                 ask(

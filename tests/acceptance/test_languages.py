@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ LINE = "输入\n"
 
 
 @pytest.mark.root
+@pytest.mark.index
+@pytest.mark.skipif(
+    shutil.which("mmdebstrap") is None, reason="polyglot is built with mmdebstrap, which is not installed"
+)
 def test_code_of_every_kind_runs_in_a_sandbox_of_polyglot(box: Box, shared: Path) -> None:
     polyglot(box.state, shared)
     sandbox = box.sandbox("--template", "polyglot")

@@ -18,7 +18,13 @@ from corral.client.sdk import Corral, Result
 from corral.domain.runner import LANGUAGES
 from furnished import furnish, polyglot
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.index,
+    pytest.mark.skipif(
+        shutil.which("mmdebstrap") is None, reason="polyglot is built with mmdebstrap, which is not installed"
+    ),
+]
 
 RUNTIME = "crun" if shutil.which("crun") else "bubblewrap"
 ARGS = ["a b", "参数", "$HOME'\"*"]

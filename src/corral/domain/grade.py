@@ -2,12 +2,13 @@
 
 A check is of one of three kinds. Where a `must` is missing the grade is D, where a `should` is missing C, where only a `may` is
 missing B, else A. A runtime's grade is also bounded by what it is: A needs a kernel of its own (level 2), B own ids and every limit of
-memory, processes and disk held by the kernel; what is not usable, or runs programs without a filter, is D.
+memory, processes and disk held by the kernel; what is not usable, or runs programs without a filter, is D. With any other defence
+switched off it is at most C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,9 @@ LETTERS: tuple[Letter, ...] = ("A", "B", "C", "D")
 Kind = Literal["must", "should", "may"]
 _COSTS: dict[Kind, Letter] = {"must": "D", "should": "C", "may": "B"}
 HELD = ("memory", "pids", "disk", "inodes", "tmp")
+
+NO_FILTER = "unsafe_no_seccomp"
+UNSAFE_HINT = "start the service without CORRAL_UNSAFE"
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,18 @@ def grade_runtime(
     capabilities: Mapping[str, bool],
     limits: LimitModes,
     host: Sequence[Check],
+    unsafe: Collection[str] = (),
 ) -> Grade:
-    """What a runtime is worth on this host."""
+    """What a runtime is worth on this host; `unsafe` names the defences that are switched off."""
     if not usable:
         return Grade("D", f"not usable: {reason or 'it does not work here'}", "see corral doctor for what it lacks")
     must = [check for check in host if check.kind == "must" and check.ok is False]
     if must:
         return Grade("D", f"the host lacks {must[0].name}: {must[0].seen}", must[0].hint)
+    if NO_FILTER in unsafe:
+        return Grade("D", f"{NO_FILTER}: programs run without a filter of system calls", UNSAFE_HINT)
+    if unsafe:
+        return Grade("C", f"defences are switched off: {', '.join(sorted(unsafe))}", UNSAFE_HINT)
     if security_level < 1:
         return Grade(
             "C",

@@ -22,7 +22,7 @@ MEND = "mend the policy file; policy/default.yaml of the distribution shows ever
 
 
 ANY_TEMPLATE = "*"
-"""In `templates`: whatever the operator has built."""
+"""In `templates`: whatever recipe the operator has added; a caller's first use of one builds it."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,9 @@ def _defaults(
     )
     if made.resource_class not in classes:
         node.fail("class", f"there is no class {shown(made.resource_class)}")
-    if made.template not in templates and ANY_TEMPLATE not in templates:
-        node.fail("template", f"the template {shown(made.template)} is not allowed")
+    if made.template not in templates:
+        # By name even beside "*": a misspelt default would else be met by the first caller.
+        node.fail("template", f"the template {shown(made.template)} is not named in templates")
     for word, value, cap in (
         ("timeout_s", made.timeout_s, caps.timeout_s),
         ("ttl_s", made.ttl_s, caps.ttl_s),

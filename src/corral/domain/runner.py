@@ -1,7 +1,8 @@
 """Runners: how code in a language becomes one or two commands. Data (`runners/*.yaml`), read here without I/O.
 
-A runner with `build` makes two execs: the compiler's, and only if that exits 0 the program's. They are separate execs, so the
-outcome of one can never be taken for the other's; `result.phase` says whose it is, and `build_hint` is the sentence for the first.
+A runner with `build` makes two execs of a run: the compiler's, and only if that exits 0 the program's. They are separate execs, so
+the outcome of one can never be taken for the other's; `result.phase` says whose it is, and `build_hint` is the sentence for the first.
+In a sandbox that stays both are one exec, and its `phase` is what the sandbox itself tells: a program may forge it.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def _tell() -> None:
     print(json.dumps([check_dict(probe()) for probe in _PROBES]))
 
 
-def _in_child(action: Callable[[ctypes.CDLL], bool]) -> bool | None:
-    """What the action says in a child of its own, which it may change as it likes; None when it died."""
+def _in_child(action: Callable[[ctypes.CDLL], bool]) -> bool:
+    """What the action says in a child of its own, which it may change as it likes; one that dies or raises did not work."""
     child = os.fork()
     if child == 0:
         status = 2
@@ -51,8 +51,7 @@ def _in_child(action: Callable[[ctypes.CDLL], bool]) -> bool | None:
             status = 0 if action(ctypes.CDLL(None, use_errno=True)) else 1
         os._exit(status)
     _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return None if code not in (0, 1) else code == 0
+    return os.waitstatus_to_exitcode(status) == 0
 
 
 def _read(path: str) -> str | None:
@@ -90,7 +89,8 @@ def _namespaces() -> Check:
 
 def _network() -> Check:
     def alone(libc: ctypes.CDLL) -> bool:
-        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+        # Root makes them without a user namespace, as the runtimes do, so that one which is forbidden does not hide the other.
+        if libc.unshare(_CLONE_NEWNET | (0 if os.geteuid() == 0 else _CLONE_NEWUSER)) != 0:
             return False
         import socket
 

@@ -306,7 +306,14 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         else:
             await self._snapshotting(request.runtime, runtime)
             snapshot = snapshots.read(image)
-            snapshot.check(request.runtime, info.version, template.digest, request.limits)
+            snapshot.check(
+                request.runtime,
+                info.version,
+                template.digest,
+                request.limits,
+                seccomp=request.seccomp,
+                unsafe=request.unsafe,
+            )
             interpreter = snapshots.interpreter(self._state, snapshot)
             born_as = {"born_as": snapshot.instance_id}
         clock.lap("template_ms")

@@ -1,7 +1,7 @@
 """Snapshots of memory: an instance as files, and instances made of such files. Only runtimes that declare `memory_snapshot` have it.
 
 Below the directory of a snapshot lie the runtime's own files and `snapshot.json`, written last: without it there is no snapshot. It
-says what an instance needs that goes on from these files: the same base, interpreter and limits, which are in the memory already.
+says what an instance needs that goes on from these files: the same base, interpreter, limits and defences, which are in the memory already.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from corral.node.probes import Probes
 from corral.ports.runtime import Evidence, Runtime, SupportsMemorySnapshot
 
 MANIFEST = "snapshot.json"
-FORMAT = 1
+FORMAT = 2
 _IN_MEMORY = ("memory_bytes", "cpu", "pids", "disk_bytes", "inodes", "tmp_bytes", "open_files")
 """Limits that an instance is born with: of the sandbox, not of an exec."""
 
@@ -40,14 +41,29 @@ class Snapshot:
     interpreter: str
     """Name of the interpreter's tree, which the guest runs on."""
     limits: Limits
+    seccomp: str
+    """Profile of system calls: the programs' filter is compiled for it, and lives in the memory."""
+    unsafe: tuple[str, ...]
+    """Defences that were switched off."""
 
-    def check(self, runtime: str, version: str | None, template_digest: str, limits: Limits) -> None:
+    def check(
+        self,
+        runtime: str,
+        version: str | None,
+        template_digest: str,
+        limits: Limits,
+        *,
+        seccomp: str,
+        unsafe: Collection[str],
+    ) -> None:
         """`conflict` where an instance that is asked for cannot go on from it."""
         wrong = [name for name in _IN_MEMORY if getattr(self.limits, name) != getattr(limits, name)]
         for what, same in (
             (f"runtime {self.runtime}", self.runtime == runtime),
             (f"version {self.version} of {self.runtime}", self.version == version),
             (f"base {self.template_digest}", self.template_digest == template_digest),
+            (f"profile of system calls ({self.seccomp})", self.seccomp == seccomp),
+            (f"set of defences (off: {', '.join(self.unsafe) or 'none'})", {*self.unsafe} == {*unsafe}),
             (f"limits ({', '.join(wrong)})", not wrong),
         ):
             if not same:
@@ -71,7 +87,7 @@ def read(directory: str) -> Snapshot:
             data: dict[str, Any] = json.load(file)
         if data.pop("format") != FORMAT:
             raise ValueError("another format")
-        return Snapshot(**{**data, "limits": Limits(**data["limits"])})
+        return Snapshot(**{**data, "limits": Limits(**data["limits"]), "unsafe": tuple(data["unsafe"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorralError("not_found", f"there is no whole snapshot of memory in {directory}: {error}") from error
 
@@ -135,6 +151,8 @@ class MemorySnapshots(ABC):
             template_digest=data["template_digest"],
             interpreter=data["interpreter"],
             limits=body.limits,
+            seccomp=data.get("seccomp", "default"),
+            unsafe=tuple(data.get("unsafe", ())),
         )
         write(into, snapshot)
         faults.point("node.checkpoint.written")

@@ -5,7 +5,7 @@ A stored result holds stream *facts* under `stdout` and `stderr` (produced, head
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -199,11 +199,11 @@ class Documents:
 
     # -- the host, graded ------------------------------------------------------------------------------------------------------
     @staticmethod
-    def security(runtimes: Sequence[RuntimeInfo], checks: Sequence[Check]) -> Json:
+    def security(runtimes: Sequence[RuntimeInfo], checks: Sequence[Check], unsafe: Collection[str] = ()) -> Json:
         """Grades with their reasons, and what they rest on."""
         graded = {
             info.name: grade_runtime(
-                info.usable, info.reason, info.security_level, info.capabilities, info.limits, checks
+                info.usable, info.reason, info.security_level, info.capabilities, info.limits, checks, unsafe
             ).as_dict()
             for info in runtimes
         }

@@ -78,6 +78,8 @@ class _Flight:
     cancel: asyncio.Event = field(default_factory=asyncio.Event)
     limits: Limits | None = None
     modes: LimitModes | None = None
+    built: Json | None = None
+    """What the build did, once it has succeeded: code of the caller's may have run in it."""
     task: asyncio.Task[None] | None = None
 
 
@@ -265,16 +267,20 @@ class Executor:
         """The result document, whatever happens; only a stop of the service gets through."""
 
         def without(reason: str, hint: str, started: bool | None = False) -> Json:
+            phase = "build" if flight.built is not None and started is False else None
+            if flight.built is not None:  # then something was run, whatever became of the program
+                started, hint = True, f"the build had succeeded; {hint}"
             document = outcomeless_document(
                 reason, hint, limits=flight.limits, modes=flight.modes, timings=watch.timings(), started=started
             )
             nothing = {"produced": 0, "head": 0, "tail": 0}
-            return {**document, "stdout": nothing, "stderr": nothing}
+            return {**document, "stdout": nothing, "stderr": nothing, "phase": phase, "build": flight.built}
 
         try:
             return await self._run(flight, watch)
         except _Cancelled:
-            return without("cancelled", "cancelled by request before it was started; nothing was run")
+            when = "it was started; nothing was run" if flight.built is None else "the program was started"
+            return without("cancelled", f"cancelled by request before {when}")
         except CorralError as error:
             if error.code == "shutting_down":
                 raise asyncio.CancelledError from error
@@ -289,7 +295,8 @@ class Executor:
     async def _run(self, flight: _Flight, watch: Stopwatch) -> Json:
         core, run = self._core, flight.run
         request = parse_run(run.request, core.host)
-        self._check(flight)
+        if not await self._rows(run):  # else an earlier process began something: what became of it is the outcome
+            self._check(flight)
 
         # 2, 3: plan and guard; what is stored is replayed, never decided again
         watch.switch("planning")
@@ -337,16 +344,15 @@ class Executor:
 
         # 7, 8: the build, if there is one, and the program
         steps = self._languages.steps(request, limits)
-        built: Json | None = None
         if steps.build is not None:
             row = rows.get("build")
             made, result = await self._step(flight, request, view, "build", steps.build, steps.env, row, watch)
             if result["reason"] != "ok":
                 return result
-            built = build_document(made, result)
+            flight.built = build_document(made, result)
             watch.prepared()
         row = rows.get("program")
-        _, result = await self._step(flight, request, view, "program", steps.run, steps.env, row, watch, built)
+        _, result = await self._step(flight, request, view, "program", steps.run, steps.env, row, watch)
         return result
 
     async def _plan(self, flight: _Flight, request: RunRequest) -> RunRecord:
@@ -407,12 +413,8 @@ class Executor:
         env: dict[str, str],
         record: ExecRecord | None,
         watch: Stopwatch,
-        built: Json | None = None,
     ) -> tuple[str, Json]:
-        """One exec of the run, row first, then the frame; -> its id and its result, which is the run's if it is the last one.
-
-        `built`: what the result of the program says of the build before it.
-        """
+        """One exec of the run, row first, then the frame; -> its id and its result, which is the run's if it is the last one."""
         core, run = self._core, flight.run
         assert flight.limits is not None
         limits = build_limits(flight.limits) if step == "build" else flight.limits
@@ -450,6 +452,7 @@ class Executor:
             changes["exec_id"] = record.exec_id
         await self._update(flight, changes)
         if flight.cancel.is_set():
+            self._execs.expect(record)  # else nobody hears it
             await self._ask_end(record, flight.run.cancel_requested or "cancelled")
         core.wakes.ring(run.run_id, flight.run)
         faults.point("run.exec.before")
@@ -470,7 +473,7 @@ class Executor:
             if verdict.reason != "ok":
                 hint = await self._languages.build_hint(record.exec_id, request.language, verdict, limits)
         url = f"/v1/runs/{run.run_id}/artifacts/"
-        result = outcome.document(limits, modes, watch.timings(), url, hint, phase=phase, build=built)
+        result = outcome.document(limits, modes, watch.timings(), url, hint, phase=phase, build=flight.built)
         if step == "program" or result["reason"] != "ok":
             await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
             core.wakes.ring(run.run_id, flight.run)

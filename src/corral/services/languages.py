@@ -22,6 +22,8 @@ from corral.services.control import Core
 Json = dict[str, Any]
 
 
+CODE = ".corral-exec"
+"""Below the workspace: where the code of execs lies, each in a directory of its own, for as long as the exec."""
 _FULL = (b"No space left on device", b"File size limit exceeded")
 """What the kernel's words for a full disk are, whoever prints them."""
 
@@ -118,12 +120,15 @@ class Languages:
         """Where the code of an exec lies: never over a file of the caller's."""
         runner = self.runner(language)
         assert runner is not None
-        return f".corral-exec/{exec_id}/{runner.file_name}"
+        return f"{CODE}/{exec_id}/{runner.file_name}"
 
     def exec_command(
         self, request: ExecRequest, exec_id: str, limits: Limits
     ) -> tuple[tuple[str, ...], dict[str, str], str | None]:
-        """(argv, environment of the runner, the file that is there once the build has succeeded). The code is alone in its directory."""
+        """(argv, environment of the runner, the file that is there once the build has succeeded). The code is alone in its directory.
+
+        That file is the sandbox's: a program may remove it, and code that runs in a build may make it.
+        """
         if request.argv is not None:
             return request.argv, {}, None
         if request.shell is not None:
@@ -137,6 +142,16 @@ class Languages:
             return made.run, made.env, None
         built = f"{out}/built"
         return chained(made.build, made.run, built), made.env, built
+
+
+def exec_directories(exec_id: str) -> tuple[str, ...]:
+    """What an exec of code leaves inside that is not its program's."""
+    return (f"{ROOT}/{CODE}/{exec_id}", f"{OUT}/{exec_id}")
+
+
+def is_code(path: str) -> bool:
+    """Whether a changed path of the workspace lies where Corral puts the code of execs."""
+    return f"{path.removeprefix(f'{ROOT}/')}/".startswith(f"{CODE}/")
 
 
 def chained(build: Sequence[str], run: Sequence[str], built: str) -> tuple[str, ...]:

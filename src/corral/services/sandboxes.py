@@ -23,11 +23,14 @@ from corral.services.documents import read_limits
 from corral.services.events import Caller, StreamEvent
 from corral.services.execs import Execs, Stopwatch, artifact_named, environment, fence_of, file_blocks, instance_of
 from corral.services.executor import ended_document
-from corral.services.languages import Languages
+from corral.services.languages import Languages, exec_directories, is_code
 from corral.services.lifecycle import ENDING, Lifecycle, Wanted, gone
 
 Json = dict[str, Any]
 ALIVE = ("leased", "running")
+REMOVE_S = 10.0
+"""What the removal of an exec's code may take: its caller waits for it."""
+NOT_THERE = ("not_found", "guest_lost", "sandbox_lost", "sandbox_deleted", "lease_lost")
 OPEN_EXEC = ("starting", "running")
 SIGNALS = {
     "HUP": 1, "INT": 2, "QUIT": 3, "KILL": 9, "USR1": 10, "USR2": 12, "PIPE": 13, "ALRM": 14, "TERM": 15,
@@ -262,6 +265,9 @@ class Sandboxes:
         if phase == "build":
             hint = await self._languages.build_hint(record.exec_id, request.language, verdict, limits)
         result = outcome.document(limits, modes, watch.timings(), url, hint, phase=phase)
+        result["files"] = [file for file in result["files"] if not is_code(str(file["path"]))]
+        if request.code is not None:
+            await self._remove_code(record, view, request.user)
         await self._lifecycle.exec_ended(record, outcome, result, known)
         core.watchers.forget(record.exec_id)
 
@@ -437,7 +443,10 @@ class Sandboxes:
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
     async def _phase(self, instance_id: str, built: str | None, reason: str) -> str | None:
-        """Whether an exec that ended for `reason` was still building; None when nobody can look any more."""
+        """Whether an exec that ended for `reason` was still building; None when nobody can look any more.
+
+        Unless it is `ok`, this is the sandbox's own word: a program can remove the file that tells.
+        """
         if built is None or reason == "ok":
             return "run"
         try:
@@ -446,6 +455,21 @@ class Sandboxes:
             there = reason not in ("sandbox_lost", "sandbox_deleted", "lease_lost")
             return "build" if error.code == "not_found" and there else None
         return "run"
+
+    async def _remove_code(self, record: ExecRecord, view: SandboxView, user: str) -> None:
+        """Remove the code of an exec that has ended and what its build and its interpreter wrote; what cannot be removed stays until the sandbox ends.
+
+        A process of the sandbox does it, as the exec's user, so whatever a program put there instead gives it nothing.
+        """
+        for path in exec_directories(record.exec_id):
+            try:
+                removal = self._core.node.remove_file(
+                    instance_of(view), fence_of(view), path, recursive=True, user=user
+                )
+                await asyncio.wait_for(removal, REMOVE_S)
+            except (CorralError, TimeoutError) as error:
+                if getattr(error, "code", None) not in NOT_THERE:
+                    self._core.log(f"{record.exec_id}: {path} stays: {error}")
 
 
 def _ttl_ms(view: SandboxView) -> int:

@@ -232,7 +232,7 @@ class Upkeep:
             "bases": await self.templates.bases(),
         }
         if security:
-            more["security"] = self._documents.security(runtimes, await core.node.posture())
+            more["security"] = self._documents.security(runtimes, await core.node.posture(), core.unsafe)
         return self._documents.doctor(runtimes, default, await core.node.host(), await core.node.leftovers(), more)
 
 

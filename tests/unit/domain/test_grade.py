@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from corral.domain.grade import LETTERS, Check, at_least, grade_host, grade_runtime, worse
+from corral.domain.grade import LETTERS, Check, Grade, at_least, grade_host, grade_runtime, worse
 from corral.domain.limits import LimitModes
 
 HELD = LimitModes(memory="enforced", pids="enforced", disk="enforced", inodes="enforced", tmp="enforced")
@@ -30,6 +30,16 @@ def test_a_runtime_is_graded_by_what_it_is_and_by_what_the_host_lacks() -> None:
     assert grade_runtime(False, "not installed", 2, two, HELD, FINE).letter == "D"
     broken = [Check("seccomp filter", "must", False, "does not work", "another kernel")]
     assert grade_runtime(True, None, 2, two, HELD, broken).letter == "D"
+
+
+def test_a_defence_that_is_switched_off_costs_the_grade() -> None:
+    def graded(level: int, *unsafe: str) -> Grade:
+        return grade_runtime(True, None, level, {"two_uids": True}, HELD, FINE, frozenset(unsafe))
+
+    for level in (1, 2):
+        assert graded(level, "unsafe_no_seccomp", "unsafe_one_uid").letter == "D"
+        one = graded(level, "unsafe_no_landlock")
+        assert one.letter == "C" and "unsafe_no_landlock" in one.reason and "CORRAL_UNSAFE" in str(one.hint)
 
 
 def test_letters_are_ordered() -> None:

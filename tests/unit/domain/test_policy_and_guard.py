@@ -256,3 +256,12 @@ def test_a_template_may_have_the_default_profile_and_those_that_are_named():
 
 def test_the_policy_knows_the_profiles_that_there_are():
     assert SECCOMP_PROFILES == PROFILES
+
+
+def test_the_default_template_is_named_even_where_any_is_allowed():
+    document = changed("defaults", "template", value="hsot")
+    document["templates"]["*"] = None
+    with pytest.raises(CorralError, match="hsot"):
+        Policy.from_dict(document)
+    document["templates"]["hsot"] = None
+    assert Policy.from_dict(document).defaults.template == "hsot"

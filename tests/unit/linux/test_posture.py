@@ -1,7 +1,10 @@
 """Behaviour probes of the host: quick, in a process of their own, and a missing means is told, not guessed."""
 
+import ctypes
 import os
 import threading
+
+import pytest
 
 from corral.linux import posture
 
@@ -23,3 +26,16 @@ def test_every_probe_answers_from_a_process_with_threads_and_changes_nothing_of_
     assert (os.readlink("/proc/self/ns/user"), os.getpid()) == before
     by_name = {check.name: check for check in checks}
     assert by_name["seccomp filter"].ok, "the tests of the filter need it"
+
+
+@pytest.mark.parametrize("signal_number", [9, 31])
+def test_a_probe_whose_child_dies_did_not_work(signal_number: int) -> None:
+    def dies(libc: ctypes.CDLL) -> bool:
+        os.kill(os.getpid(), signal_number)
+        return True
+
+    def raises(libc: ctypes.CDLL) -> bool:
+        raise OSError
+
+    assert posture._in_child(dies) is False and posture._in_child(raises) is False
+    assert posture._in_child(lambda libc: True) is True

@@ -81,6 +81,8 @@ class FakeNode:
         self.more_languages: list[str] = []
         self.there: set[str] = set()
         """Paths that `stat_file` finds in every instance."""
+        self.removed: list[tuple[str, str]] = []
+        self.remove_error: CorralError | None = None
 
     async def open(self, progress: Any = None) -> None: ...
     async def close(self) -> None: ...
@@ -199,6 +201,13 @@ class FakeNode:
     async def stat_file(self, instance_id: str, path: str, *, follow: bool = True, user: str = "sandbox") -> None:
         if not any(path.endswith(known) for known in self.there):
             raise CorralError("not_found", f"there is no {path}")
+
+    async def remove_file(
+        self, instance_id: str, fence: Fence, path: str, *, recursive: bool, user: str = "sandbox"
+    ) -> None:
+        self.removed.append((path, user))
+        if self.remove_error is not None:
+            raise self.remove_error
 
     def lose(self, instance_id: str) -> None:
         """The instance ends by itself."""

@@ -9,6 +9,7 @@ import pytest
 
 from corral.errors import CorralError
 from corral.services.execs import Stopwatch
+from corral.services.executor import Executor
 
 PRINT = {"command": ["print", "你好", "42"]}
 SLEEP = {"command": ["sleep"]}
@@ -147,6 +148,30 @@ async def test_a_build_that_works_is_followed_by_the_program(world):
     assert [world.node.execs[each].spec.stdin for each in (built, ran)] == [None, b"for the program"]
 
 
+async def test_what_ends_a_run_after_its_build_does_not_deny_the_build(world, monkeypatch):
+    step = Executor._step
+
+    async def cancelled(self, flight, request, view, name, *rest):
+        if name == "program":
+            flight.cancel.set()
+        return await step(self, flight, request, view, name, *rest)
+
+    async def broken(self, flight, request, view, name, *rest):
+        if name == "program":
+            raise CorralError("store_error", "the disk is full")
+        return await step(self, flight, request, view, name, *rest)
+
+    for instead, reason, word in ((cancelled, "cancelled", "before the program"), (broken, "infra_error", "disk")):
+        world.node.starts.clear()
+        monkeypatch.setattr(Executor, "_step", instead)
+        run = (await world.call("POST", "/v1/runs", {"code": "x", "language": "javascript"})).document
+        result = run["result"]
+        assert (result["reason"], result["started"], result["phase"]) == (reason, True, "build")
+        assert [result["build"]["exec_id"]] == world.node.starts
+        assert result["hint"].startswith("the build had succeeded; ") and word in result["hint"]
+        assert "nothing was run" not in result["hint"]
+
+
 async def test_the_time_of_a_build_counts_as_preparing():
     watch = Stopwatch("preparing")
     watch.switch("running")
@@ -193,6 +218,12 @@ async def test_code_that_is_compiled_runs_in_a_kept_sandbox(world):
     world.node.there = {"/built"}
     exec_ = await ended()
     assert exec_["result"]["phase"] == "run" and "build" not in exec_["result"]["hint"]
+    world.node.removed.clear()
+    world.node.remove_error = CorralError("permission_denied", "the program took the rights away")
+    exec_ = await ended()
+    assert exec_["state"] == "ended", "what cannot be removed harms nothing"
+    gone = [f"/workspace/.corral-exec/{exec_['id']}", f"/var/tmp/.corral-build/{exec_['id']}"]
+    assert world.node.removed == [(path, "sandbox") for path in gone]
     refused = await world.call("POST", f"/v1/sandboxes/{sandbox}/execs", {"code": "x", "language": "sql"})
     assert refused.document["code"] == "missing_tool" and "sqlite3" in refused.document["detail"]
 
