@@ -429,7 +429,7 @@ def archive():
     for n in range(40):
         if n == 2:
             say("under way")
-        time.sleep(0.05)
+        time.sleep(0.02)
         yield bytes(262144)
     yield bytes(1024)
 t.upload(f"/v1/sandboxes/{id}/files/archive", archive(), {"path": "/workspace"})
@@ -438,7 +438,7 @@ for block in t.download(f"/v1/sandboxes/{id}/files/archive", {"path": "/workspac
     if size < 262144 <= size + len(block):
         say("under way")
     size += len(block)
-    time.sleep(0.01)
+    time.sleep(0.002)
 say([t.is_owner, size >= 40 * 262144])
 t.close()
 """

@@ -274,10 +274,10 @@ def _close_all(made: dict[int, int]) -> None:
 
 def make_run_directory(path: str = RUN) -> None:
     """Make a directory at or below `RUN`, open to every id whatever the umask."""
-    if not os.path.isdir(path):
-        if path != RUN and os.path.dirname(path) == RUN:
-            make_run_directory(RUN)
-        os.makedirs(path, exist_ok=True)
+    if path != RUN and os.path.dirname(path) == RUN:
+        make_run_directory(RUN)
+    os.makedirs(path, exist_ok=True)
+    if os.stat(path).st_mode & 0o755 != 0o755:  # new, or left so by a death in between
         os.chmod(path, 0o755)  # noqa: S103 - ids of sandboxes pass through
 
 

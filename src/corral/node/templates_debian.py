@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from corral.node.templates_sealing import PROGRAM_PATH, resolve_inside
 
 Progress = Callable[[str, float | None], None]
 RANGE = 65536
+_BUILD_S = 2 * 3600.0
 _VOLATILE = ("var/log", "var/cache", "var/lib/apt/lists", "run", "tmp", "var/tmp", "dev", "proc", "sys")
 """Directories whose content differs from build to build, or is made by who runs the sandbox."""
 _SECRET_BY_NAME = ("shadow", "gshadow", "shadow-", "gshadow-", "passwd-", "group-", ".pwd.lock", "machine-id")
@@ -51,10 +53,12 @@ def unpack(recipe: Recipe, root: Path, progress: Progress) -> None:
     else:
         _apt_download(recipe.packages, root)
     for place in _VOLATILE:
-        for inside in (root / place).iterdir() if (root / place).is_dir() else ():
+        found = resolve_inside(root, f"/{place}")  # a package may have made it a link
+        for inside in found.iterdir() if found is not None and found.is_dir() else ():
             shutil.rmtree(inside) if inside.is_dir() and not inside.is_symlink() else inside.unlink()
-    for name in _SECRET_BY_NAME:
-        (root / "etc" / name).unlink(missing_ok=True)
+    if (etc := resolve_inside(root, "/etc")) is not None:
+        for name in _SECRET_BY_NAME:
+            (etc / name).unlink(missing_ok=True)
     if recipe.busybox_applets:
         _link_applets(root)
 
@@ -139,11 +143,15 @@ def _follow(
         text=True,
         errors="replace",
     ) as process:
+        late = threading.Timer(_BUILD_S, process.kill)  # a mirror that stands still must not hold every other build
+        late.daemon = True
+        late.start()
         for line in process.stderr or ():
             last.append(text := " ".join(line.split())[:300])
             if text.startswith("I: ") and not text.startswith("I: removing"):
                 steps += 1
                 progress(f"template {recipe.name}: {text.removeprefix('I: ')}", min(0.8, 0.05 + 0.07 * steps))
+        late.cancel()
     if process.returncode != 0:
         # the cause stands among the last lines, before the tool tells that it cleans up
         told = [text for text in last if "error" in text.lower() or text.startswith(("E:", "W:"))] or list(last)[-6:]
@@ -159,7 +167,10 @@ def _apt_download(packages: Sequence[str], root: Path) -> None:
 
 
 def _link_applets(root: Path) -> None:
-    busybox = next(p for p in (root / "bin/busybox", root / "usr/bin/busybox") if p.exists())
+    paths = (resolve_inside(root, "/bin/busybox"), resolve_inside(root, "/usr/bin/busybox"))
+    busybox = next((path for path in paths if path is not None and path.is_file()), None)
+    if busybox is None:
+        raise OSError("busybox_applets: no package of the recipe brings a busybox")
     applets = subprocess.run([str(busybox), "--list"], capture_output=True, text=True, check=True).stdout.split()
     for applet in applets:
         link = busybox.parent / applet
@@ -182,7 +193,14 @@ def environment() -> dict[str, str]:
 
 def _run(command: list[str], cwd: Path | None = None) -> None:
     done = subprocess.run(
-        command, cwd=cwd, env=environment(), capture_output=True, text=True, errors="replace", check=False
+        command,
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=_BUILD_S,
     )
     if done.returncode != 0:
         raise OSError(f"{command[0]} ended with {done.returncode}: {' '.join(done.stderr.split())[-300:]}")

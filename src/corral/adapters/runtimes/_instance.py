@@ -20,12 +20,14 @@ import resource
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from corral.domain.limits import Limits
-from corral.linux import disk, mounts, nsproc, process, seccomp, userns
+from corral.errors import CorralError
+from corral.linux import cgroups, disk, mounts, nsproc, process, seccomp, userns
+from corral.linux.cgroups import Cgroup
 from corral.linux.process import ProcessRef
 from corral.ports.runtime import InstanceRef
 
@@ -248,6 +250,32 @@ def holders(directory: str) -> list[ProcessRef]:
             if seen and ref is not None and nsproc.depth(pid) > ours and process.is_alive(ref):
                 found.append(ref)
     return found
+
+
+def end_strays(scan: Callable[[], list[int]]) -> list[int]:
+    """Kill the processes that a scan finds; -> their pids.
+
+    Scanned again once they are held fast: a number that has passed to a stranger in between is left alone.
+    """
+    found = scan()
+    held = [stray for pid in found if pid > 1 and (stray := process.ref_of(pid)) is not None]
+    still = set(scan()) if held else set()
+    for stray in held:
+        if stray.pid in still:
+            process.kill(stray)
+    return found
+
+
+def narrowed(launching: Cgroup, limits: Limits) -> Cgroup:
+    """The group with the instance's own limits in place of those of its launch. `infra_error` when the kernel does not take one."""
+    group = cgroups.host().create(launching.name, limits)
+    if lost := sorted(launching.held - group.held):
+        raise CorralError(
+            "infra_error",
+            f"the kernel does not take the limit of {', '.join(lost)}: what has started uses more already",
+            hint="ask for more memory and more processes",
+        )
+    return group
 
 
 def _device(path: str) -> str:

@@ -23,6 +23,7 @@ import subprocess
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from corral import faults
@@ -195,7 +196,7 @@ class OciRuntime:
         faults.point("runtime.create.started")
         init = self._find_init(spec, group)
         if self._while_launching(spec.limits) != spec.limits:
-            group = cgroups.host().create(group.name, spec.limits)
+            group = _instance.narrowed(group, spec.limits)
         # The launcher's own use is not the sandbox's.
         group.reset_peak()
         launch_pids = group.stats().peak_pids
@@ -338,10 +339,7 @@ class OciRuntime:
             alive = group.procs()
             if not alive and base is not None:
                 # The ids are the instance's alone, so whatever runs under one of them is its own, wherever it hides.
-                alive = userns.processes_of(base)
-                for pid in alive:
-                    if pid > 1 and (stray := process.ref_of(pid)) is not None:
-                        process.kill(stray)
+                alive = _instance.end_strays(partial(userns.processes_of, base))
             if not alive and not ref.data:
                 for stray in _instance.holders(ref.directory):
                     alive.append(stray.pid)
@@ -434,9 +432,11 @@ class OciRuntime:
                     with socket.socket(socket.AF_UNIX) as control:
                         instance = self._create(spec, control)
                     took = (time.monotonic() - began) * 1000
-                    return took, (self._seen(instance, spec.limits), instance.guest_uid == 0)
+                    seen = took, (self._seen(instance, spec.limits), instance.guest_uid == 0)
                 finally:
-                    self._destroy(self.partial_ref(spec.directory, spec.instance_id))
+                    evidence = self._destroy(self.partial_ref(spec.directory, spec.instance_id))
+                _probe.must_be_clean(self.name, evidence)
+                return seen
 
         start_ms, (limits, two_uids) = _probe.fastest(once)
         return limits, two_uids, start_ms

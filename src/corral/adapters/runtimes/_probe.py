@@ -19,7 +19,7 @@ from corral.domain.ids import new_id, ulid_of
 from corral.domain.limits import MIB, Limits
 from corral.errors import CorralError
 from corral.linux import mounts
-from corral.ports.runtime import InstanceSpec
+from corral.ports.runtime import Evidence, InstanceSpec
 
 LIMITS = Limits(memory_bytes=64 * MIB, pids=16, disk_bytes=4 * MIB, inodes=64, tmp_bytes=MIB)
 
@@ -42,6 +42,12 @@ def fastest(once: Callable[[], tuple[float, T]]) -> tuple[float, T]:
     while len(tries) < _TIMES and time.monotonic() < end:
         tries.append(once())
     return min(tries, key=lambda one: one[0])
+
+
+def must_be_clean(runtime: str, evidence: Evidence) -> None:
+    """A runtime that cannot remove what it has made is of no use."""
+    if not evidence.clean:
+        raise CorralError("runtime_unavailable", f"{runtime} leaves behind {', '.join(evidence.left)}")
 
 
 @contextmanager

@@ -58,7 +58,12 @@ def configuration(spec: InstanceSpec, *, view: str, open_files: int, exec_filter
             "env": [f"PATH={oci.PATH}", "LANG=C.UTF-8", "HOME=/home/sandbox"],
             "cwd": "/",
             "noNewPrivileges": True,
-            "capabilities": {"bounding": capabilities, "effective": capabilities, "permitted": capabilities},
+            # A program of uid 0 gets the bounding set there: the guest's one more is none of it.
+            "capabilities": {
+                "bounding": list(oci.GUEST_CAPABILITIES),
+                "effective": capabilities,
+                "permitted": capabilities,
+            },
             "rlimits": [
                 {"type": "RLIMIT_NOFILE", "hard": open_files, "soft": open_files},
                 {"type": "RLIMIT_NPROC", "hard": processes, "soft": processes},

@@ -29,6 +29,7 @@ import socket
 import subprocess
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from corral import faults
@@ -184,7 +185,7 @@ class RunscRuntime:
         sandbox, gofer = self._find(spec, place, group)
         if image is not None:
             mounts.umount(f"{place}/{_runsc.IMAGE}", detach=True)
-        group = cgroups.host().create(name, _runsc.host_limits(spec.limits, launching=False))
+        group = _instance.narrowed(group, _runsc.host_limits(spec.limits, launching=False))
         group.reset_peak()  # the launcher's own use is not the sandbox's
         clock.lap("run")
         data = {
@@ -360,11 +361,9 @@ class RunscRuntime:
             alive = group.procs()
             if not alive and base is not None:
                 # The ids are the instance's alone, so whatever runs under one of them is its own, wherever it hides.
-                alive = userns.processes_of(base)
-                _kill(alive)
+                alive = _instance.end_strays(partial(userns.processes_of, base))
             if not alive and not ref.data:
-                alive = _forgotten(ref)
-                _kill(alive)
+                alive = _instance.end_strays(partial(_forgotten, ref))
             if not alive and not starting:
                 if sandbox is not None:
                     process.collect(sandbox)
@@ -452,9 +451,11 @@ class RunscRuntime:
                 start_ms = (time.monotonic() - began) * 1000
                 if program is not None:
                     held = {_runsc.PROBED[letter] for letter in _heard(spec.directory, 2) if letter in _runsc.PROBED}
-                return self._seen(instance, limits, held), start_ms
+                seen = self._seen(instance, limits, held), start_ms
             finally:
-                self._destroy(self.partial_ref(spec.directory, spec.instance_id))
+                evidence = self._destroy(self.partial_ref(spec.directory, spec.instance_id))
+            _probe.must_be_clean(self.name, evidence)
+            return seen
 
     def _seen(self, instance: Instance, limits: Limits, inside: set[str]) -> LimitModes:
         free, inodes = disk.free(_instance.place_of(instance.ref.directory))
@@ -484,12 +485,6 @@ def _remove_tree(root: str) -> None:
             mounts.umount(point, detach=True)
     if not mounts.mounts_below(root):
         disk.remove_tree(root)  # with the directory go the copies that other mount namespaces have of it
-
-
-def _kill(pids: list[int]) -> None:
-    for pid in pids:
-        if pid > 1 and (stray := process.ref_of(pid)) is not None:
-            process.kill(stray)
 
 
 def _forgotten(ref: InstanceRef) -> list[int]:
