@@ -250,7 +250,7 @@ def _readable(places: list[str], into: Path) -> list[str]:
         "_pytest*",
         "fastapi*",
         "pydantic*",
-        "pip*",
+        *("pip", "pip-*"),
         "setuptools*",
     )
     for number, place in enumerate(places):
