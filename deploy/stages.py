@@ -76,7 +76,7 @@ class Stages:
             print(f"no tests in {', '.join(names)}")
             return 0
         workers = str(max(2, min(4, os.cpu_count() or 2)))
-        command = [sys.executable, "-m", "pytest", "-n", workers, *folders]
+        command = [sys.executable, "-m", "pytest", "-n", workers, "--durations", "20", "--durations-min", "2", *folders]
         if stage == "unit":
             command += ["-m", "not slow"] if self.fast else []
         child = subprocess.Popen(command, cwd=self.checkout, stdout=subprocess.PIPE, text=True, errors="replace")
