@@ -352,6 +352,7 @@ async def test_what_cannot_be_saved_or_restored_is_refused_and_leaves_the_rest(h
     assert (await host.node.checkpoint_instance(ins, host.fences[ins], image)).clean
     larger = replace(LIMITS, memory_bytes=2 * LIMITS.memory_bytes)
     await refused("conflict", host.node.restore_instance(host.request(2, limits=larger), image))
+    await refused("conflict", host.node.restore_instance(host.request(2, seccomp="debug"), image))
     host.templates.digest = "sha256:another"
     await refused("conflict", host.node.restore_instance(host.request(2), image))
     host.templates.digest = OneTemplate.digest
