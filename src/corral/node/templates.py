@@ -409,6 +409,7 @@ class Templates:
 
     @contextlib.contextmanager
     def _locked(self, *, wait: bool = True) -> Iterator[None]:
+        self._store.mkdir(parents=True, exist_ok=True)
         with open(self._store / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             yield

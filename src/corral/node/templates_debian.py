@@ -38,7 +38,7 @@ def cannot_build(recipe: Recipe) -> str | None:
         lacking = f"a subordinate range of {RANGE} ids (/etc/subuid, /etc/subgid) for this user"
     else:
         lacking = "mmdebstrap on the host"
-    if recipe.configure:
+    if recipe.configure or recipe.suite or recipe.exclude:  # without it: what is named, of this host's release, whole
         return f"needs {lacking}"
     if shutil.which("apt-get", path=PROGRAM_PATH) and shutil.which("dpkg-deb", path=PROGRAM_PATH):
         return None

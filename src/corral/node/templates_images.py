@@ -44,7 +44,7 @@ def unpack_archive(recipe: Recipe, root: Path, progress: Progress, caps: Caps) -
     """Fill `root`; -> what there is to tell about the archive. `template_unavailable` names the entry to blame."""
     progress(f"template {recipe.name}: unpacking {recipe.archive}", 0.1)
     tree = Tree(recipe.name, root, caps.within(root))
-    with _blamed(recipe, recipe.archive or ""), _opened(Path(recipe.archive or "")) as (file, size):
+    with _blamed(recipe, recipe.archive or ""), _opened(recipe.archive or "") as (file, size):
         raw = Counted(file, size)
         tree.unpack(raw)
         found = raw.finish()
@@ -55,7 +55,7 @@ def unpack_archive(recipe: Recipe, root: Path, progress: Progress, caps: Caps) -
 
 def pin(path: Path) -> str:
     """The `sha256` of a recipe for what lies there now: of the file, or of a layout directory's index.json."""
-    with _opened(path / "index.json" if path.is_dir() else path) as (file, size):
+    with _inside(path, "index.json") if path.is_dir() else _opened(path) as (file, size):
         return Counted(file, size).finish()
 
 
@@ -65,19 +65,21 @@ def unpack_image(recipe: Recipe, root: Path, progress: Progress, caps: Caps) -> 
     with _blamed(recipe, str(layout)):
         if not layout.is_dir():
             progress(f"template {recipe.name}: opening {layout}", 0.05)
-            layout = _unpack_layout(recipe, layout, root.parent / "layout", caps)
+            layout, caps = _unpack_layout(recipe, layout, root.parent / "layout", caps)
         return _Image(recipe, layout, progress).unpack(Tree(recipe.name, root, caps.within(root)))
 
 
-def _unpack_layout(recipe: Recipe, packed: Path, into: Path, caps: Caps) -> Path:
+def _unpack_layout(recipe: Recipe, packed: Path, into: Path, caps: Caps) -> tuple[Path, Caps]:
+    """-> the layout, and what is left of the caps for its layers."""
     into.mkdir()
+    tree = Tree(recipe.name, into, caps.within(into))
     with _opened(packed) as (file, size):
         raw = Counted(file, size)
-        Tree(recipe.name, into, caps.within(into)).unpack(raw)
+        tree.unpack(raw)
         found = raw.finish()
     if recipe.sha256 is not None and found != recipe.sha256:
         raise Refused(f"its SHA-256 is {found}, the recipe says {recipe.sha256}")
-    return into
+    return into, tree.left()
 
 
 class _Image:
@@ -89,11 +91,11 @@ class _Image:
         self._progress = progress
 
     def unpack(self, tree: Tree) -> Json:
-        with _opened(self._layout / "oci-layout") as (file, _):
+        with _inside(self._layout, "oci-layout") as (file, _):
             mark = _parsed(file.read(MAX_DOCUMENT), "oci-layout")
         if str(mark.get("imageLayoutVersion", "")).partition(".")[0] != "1":
             raise Refused("oci-layout: this is no layout of version 1")
-        with _opened(self._layout / "index.json") as (file, _):
+        with _inside(self._layout, "index.json") as (file, _):
             raw = file.read(MAX_DOCUMENT)
         found = hashlib.sha256(raw).hexdigest()
         if Path(self._recipe.image or "").is_dir() and self._recipe.sha256 not in (None, found):
@@ -106,28 +108,31 @@ class _Image:
         config = _parsed(config_raw, "config")
         self._check_platform(config)
         layers = manifest.get("layers")
-        diffs = (config.get("rootfs") or {}).get("diff_ids")
+        diffs = _member(config, "rootfs").get("diff_ids")
         if not isinstance(layers, list) or not isinstance(diffs, list) or len(layers) != len(diffs):
             raise Refused("manifest and configuration do not have the same number of layers")
         if len(layers) > MAX_LAYERS:
             raise Refused(f"there are more than {MAX_LAYERS} layers")
+        inside = _member(config, "config")
+        told = {
+            "env": _texts(inside, "Env"),
+            "entrypoint": _texts(inside, "Entrypoint"),
+            "cmd": _texts(inside, "Cmd"),
+            "working_dir": _text(inside, "WorkingDir"),
+            "user": _text(inside, "User"),
+        }
         for number, (layer, diff) in enumerate(zip(layers, diffs, strict=True)):
             self._progress(
                 f"template {self._recipe.name}: layer {number + 1} of {len(layers)}", 0.1 + 0.7 * number / len(layers)
             )
             self._layer(tree, layer, diff)
-        inside = config.get("config") or {}
         return {
             "image": {
                 "digest": chosen["digest"],
                 "platform": _platform_of(config),
                 "layers": [layer["digest"] for layer in layers],
                 "left_out": dict(tree.left_out),
-                "env": inside.get("Env") or [],
-                "entrypoint": inside.get("Entrypoint") or [],
-                "cmd": inside.get("Cmd") or [],
-                "working_dir": inside.get("WorkingDir") or None,
-                "user": inside.get("User") or None,
+                **told,
             }
         }
 
@@ -138,11 +143,11 @@ class _Image:
             raise Refused("the index is damaged, or indexes are nested too deeply")
         for descriptor in manifests:
             _check_descriptor(descriptor, "index")
-            if descriptor.get("mediaType") in _INDEXES:
+            if str(descriptor.get("mediaType")) in _INDEXES:
                 names = {name: value for name, value in _annotations(descriptor).items() if name in _NAMES}
                 for inner in self._images(self._document(descriptor, "index"), depth + 1):
                     yield {**inner, "annotations": {**names, **_annotations(inner)}}
-            elif descriptor.get("mediaType") in _MANIFESTS:
+            elif str(descriptor.get("mediaType")) in _MANIFESTS:
                 yield descriptor
 
     def _choose(self, images: list[Json]) -> Json:
@@ -204,7 +209,7 @@ class _Image:
     def _read(self, descriptor: Json) -> Iterator[Counted]:
         algorithm, _, name = descriptor["digest"].partition(":")
         try:
-            with _opened(self._layout / "blobs" / algorithm / name) as (file, size):
+            with _inside(self._layout, "blobs", algorithm, name) as (file, size):
                 if size != descriptor["size"]:
                     raise Refused(f"{descriptor['digest']} has {size} bytes, its descriptor says {descriptor['size']}")
                 yield Counted(file, size, algorithm)
@@ -234,11 +239,35 @@ def _annotations(descriptor: Json) -> Json:
 def _parsed(raw: bytes, what: str) -> Json:
     try:
         document = json.loads(raw)
+        json.dumps(document, ensure_ascii=False).encode()  # a lone surrogate could be neither shown nor kept
     except (ValueError, RecursionError):
         raise Refused(f"{what} is no JSON") from None
     if not isinstance(document, dict):
         raise Refused(f"{what} is no JSON object")
     return document
+
+
+def _member(document: Json, name: str) -> Json:
+    found = document.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise Refused(f"{name} of the configuration is no JSON object")
+    return found or {}
+
+
+def _texts(document: Json, name: str) -> list[str]:
+    found = document.get(name)
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise Refused(f"{name} of the configuration is no list of texts")
+    return found
+
+
+def _text(document: Json, name: str) -> str | None:
+    found = document.get(name)
+    if found is not None and not isinstance(found, str):
+        raise Refused(f"{name} of the configuration is no text")
+    return found or None
 
 
 def _platform_of(document: Any) -> str:
@@ -262,14 +291,37 @@ def _host_platform() -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file and its size; nothing else that may lie there is opened for long."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    with open(fd, "rb") as file:
-        info = os.fstat(fd)
+def _opened(path: str | Path, directory: int | None = None) -> Iterator[tuple[BinaryIO, int]]:
+    """A regular file and its size, whatever else may lie there is not opened; with `directory` a name in it, which is no link."""
+    follow = os.O_NOFOLLOW if directory is not None else 0
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC | follow, dir_fd=directory)
+    try:
+        info = os.fstat(place)
         if not stat.S_ISREG(info.st_mode):
-            raise Refused(f"{path.name} is no file")
+            raise Refused(f"{os.path.basename(path)} is {'a link' if stat.S_ISLNK(info.st_mode) else 'no file'}")
+        fd = os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    finally:
+        os.close(place)
+    with open(fd, "rb") as file:
         yield file, info.st_size
+
+
+@contextmanager
+def _inside(layout: Path, *parts: str) -> Iterator[tuple[BinaryIO, int]]:
+    """A file of a layout, which may be a stranger's: no link is followed at any level below it."""
+    directory = os.open(layout, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts[:-1]:
+            try:
+                below = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            except NotADirectoryError:
+                raise Refused(f"{part} is no directory, or a link") from None
+            os.close(directory)
+            directory = below
+        with _opened(parts[-1], directory) as found:
+            yield found
+    finally:
+        os.close(directory)
 
 
 @contextmanager

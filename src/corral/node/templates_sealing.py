@@ -46,17 +46,31 @@ _ETC = {
     "profile": "",
 }
 
-_CREDENTIAL = re.compile(
-    rb"-----BEGIN (?:RSA |EC |DSA |OPENSSH |ENCRYPTED )?PRIVATE KEY-----\r?\n[A-Za-z0-9+/=\r\n]{100,}"
-    rb"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36}\b|\bxox[abpr]-[0-9A-Za-z-]{20,}"
-    rb"|\bsk-(?:ant-|proj-)?[A-Za-z0-9_-]{40,}\b|\bglpat-[0-9A-Za-z_-]{20}\b"
-)
-_CREDENTIAL_WORDS = (
-    *(b"PRIVATE KEY-----", b"AKIA", b"ASIA", b"ghp_", b"gho_", b"ghu_", b"ghs_", b"ghr_", b"xox", b"sk-", b"glpat-"),
-)
-"""One of these is in whatever `_CREDENTIAL` matches."""
+_SECRET_BY_NAME = ("shadow", "gshadow", "shadow-", "gshadow-", "passwd-", "group-", ".pwd.lock", "machine-id")
+"""Of /etc: every file of a base can be read by everybody inside."""
+
+_EOL = rb"(?:(?:\\r)?\\n|\r?\n)[ \t]{0,16}"  # also as JSON writes it
+_CREDENTIALS = tuple(
+    (word, re.compile(pattern))
+    for word, pattern in (
+        (
+            b"-----BEGIN ",
+            rb"-----BEGIN (?:RSA |EC |DSA |OPENSSH |ENCRYPTED )?PRIVATE KEY-----" + _EOL +
+            rb"(?:(?:Proc-Type|DEK-Info): ?[^\r\n\\]{0,200}" + _EOL + rb"){0,4}"
+            rb"(?:[A-Za-z0-9+/=]|" + _EOL + rb"){100}",
+        ),
+        *((word, rb"\b" + word + rb"[0-9A-Z]{16}\b") for word in (b"AKIA", b"ASIA")),
+        *((b"gh%c_" % kind, rb"\bgh%c_[A-Za-z0-9]{36}\b" % kind) for kind in b"pousr"),
+        (b"xox", rb"\bxox[abpr]-[0-9A-Za-z-]{20}"),
+        (b"sk-", rb"\bsk-(?:ant-|proj-)?[A-Za-z0-9_-]{40,400}\b"),
+        (b"glpat-", rb"\bglpat-[0-9A-Za-z_-]{20}\b"),
+    )
+)  # fmt: skip
+"""What each begins with, and what it is: looking for the beginnings takes a tenth of the time, and nearly no file has one."""
+_OVERLAP = 4096
+"""No pattern takes as many bytes."""
 SEARCHED_BYTES = 1024 * 1024
-"""A longer file is not searched for credentials."""
+"""A longer file is searched in blocks."""
 
 
 def find_program(root: Path, name: str) -> str | None:
@@ -103,6 +117,8 @@ def furnish(root: Path) -> None:
             _clear(path)
             path.write_text(content, encoding="utf-8")
             path.chmod(0o644)
+    for name in _SECRET_BY_NAME:
+        _clear(etc / name)
     for link, target in (("mtab", "/proc/self/mounts"), ("localtime", "/usr/share/zoneinfo/Etc/UTC")):
         if not (etc / link).is_symlink() and not (etc / link).exists():
             (etc / link).symlink_to(target)
@@ -158,12 +174,11 @@ def seal(name: str, root: Path) -> Sealed:
             _make_plain(path, info, own, 0o755 if info.st_mode & 0o111 else 0o644)
             content = hashlib.sha256()
             with open(path, "rb") as file:
-                head = file.read(SEARCHED_BYTES)
-                if info.st_size <= SEARCHED_BYTES:
-                    refuse_credential(name, relative, head)
-                content.update(head)
-                while block := file.read(1024 * 1024):
+                search = CredentialSearch(name, relative)
+                while block := file.read(SEARCHED_BYTES):
+                    search.feed(block)
                     content.update(block)
+                search.finish()
             size += info.st_size
             digest.update(b"f" + relative + b"\0" + (b"x" if info.st_mode & 0o111 else b"-") + content.digest())
         digest.update(b"d" + os.fsencode(os.path.relpath(directory, root)) + b"\0")
@@ -181,14 +196,55 @@ def _make_plain(path: str, info: os.stat_result, own: tuple[int, int], mode: int
         os.chmod(path, mode)
 
 
-def refuse_credential(name: str, relative: bytes, content: bytes, where: str = "") -> None:
-    """`template_unavailable` that names the file if `content`, a whole file, has what looks like a credential (A4)."""
-    if content[:4] == b"\x7fELF":
-        return
-    # Looking for the fixed words first takes a tenth of the time, and nearly no file has one.
-    if any(word in content for word in _CREDENTIAL_WORDS) and _CREDENTIAL.search(content) is not None:
-        raise CorralError(
-            "template_unavailable",
-            f"template {name}: {relative.decode('utf-8', 'backslashreplace')}{where} looks like a credential",
-            hint="remove it from what the template is made from: nothing secret may be in a base",
-        )
+class CredentialSearch:
+    """`template_unavailable` that names the file as soon as what is fed of it has what looks like a credential (A4)."""
+
+    def __init__(self, name: str, relative: bytes, where: str = "") -> None:
+        self._name = name
+        self._relative = relative
+        self._where = where
+        self._kept = b""
+        self._first = True
+        self._skipped = False
+
+    def feed(self, block: bytes) -> None:
+        """The next bytes, best many at once. Compiled programs (ELF) are not searched."""
+        if self._first:
+            if len(self._kept) + len(block) < SEARCHED_BYTES:  # most files are small: they are searched once
+                self._kept += block
+                return
+            self._skipped = (self._kept + block)[:4] == b"\x7fELF"
+        if self._skipped:
+            return
+        self._search(self._kept + block, cut=True)
+        self._kept = (self._kept + block)[-_OVERLAP:]
+        self._first = False
+
+    def finish(self) -> None:
+        """There is no more."""
+        if not self._skipped and not (self._first and self._kept[:4] == b"\x7fELF"):
+            self._search(self._kept, cut=False)
+
+    def _search(self, content: bytes, *, cut: bool) -> None:
+        begin = 0 if self._first else 1  # a word may have begun before what was kept
+        for word, pattern in _CREDENTIALS:
+            at = content.find(word, begin)
+            while at >= 0:
+                found = pattern.match(content, at)
+                if found is not None and not (
+                    cut and found.end() == len(content)
+                ):  # else it is seen whole with the next
+                    raise CorralError(
+                        "template_unavailable",
+                        f"template {self._name}: {self._relative.decode('utf-8', 'backslashreplace')}{self._where}"
+                        " looks like a credential",
+                        hint="remove it from what the template is made from: nothing secret may be in a base",
+                    )
+                at = content.find(word, at + 1)
+
+
+def refuse_credential(name: str, relative: bytes, content: bytes) -> None:
+    """`CredentialSearch` of a whole file."""
+    search = CredentialSearch(name, relative)
+    search.feed(content)
+    search.finish()

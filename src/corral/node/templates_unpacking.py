@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.node.templates_sealing import SEARCHED_BYTES, refuse_credential
+from corral.node.templates_sealing import CredentialSearch
 from corral.node.templates_tar import CHUNK, Counted, Entry, Refused, Source, Tar, decompressed
 
 MAX_NAME = 3072
@@ -22,6 +22,8 @@ MAX_PART = 255
 MAX_DEPTH = 200
 MAX_STEPS = 1000
 """Parts of a name and of the links on its way."""
+MAX_NOTED = 256 * 1024 * 1024
+"""Bytes of the paths that one layer sets: they are kept in memory while it is unpacked."""
 WHITEOUT = b".wh."
 OPAQUE = b".wh..wh..opq"
 
@@ -48,6 +50,9 @@ class Tree:
         self._caps = caps
         self._entries = 0
         self._bytes = 0
+        self._unpacked = 0
+        """Of all archives, also what was skipped in them."""
+        self._noted = 0
         self._fresh: set[bytes] = set()
         """Paths that the current layer has set: its whiteouts are about lower layers only."""
         self._above: set[bytes] = set()
@@ -61,9 +66,9 @@ class Tree:
 
         `Refused` says which entry is to blame; the tree is then of no use.
         """
-        self._fresh, self._above, self._opaque = set(), set(), set()
+        self._fresh, self._above, self._opaque, self._noted = set(), set(), set(), 0
         with decompressed(source) as plain:
-            counted = Counted(plain, self._caps.size_bytes + (self._caps.entries << 12))
+            counted = Counted(plain, self._caps.size_bytes + (self._caps.entries << 12) - self._unpacked)
             tar = Tar(counted)
             for entry in tar:
                 told = entry.name.decode("utf-8", "backslashreplace")
@@ -73,12 +78,21 @@ class Tree:
                     raise Refused(f"{told}: {error.strerror or error}") from error
                 except Refused as error:
                     raise Refused(f"{told}: {error}") from None
-            return counted.finish(), counted.count
+            digest = counted.finish()
+            self._unpacked += counted.count
+            return digest, counted.count
 
-    def _one(self, tar: Tar, entry: Entry, layer: str | None) -> None:
+    def left(self) -> Caps:
+        """What may still be unpacked for the same template."""
+        return Caps(self._caps.entries - self._entries, self._caps.size_bytes - self._bytes)
+
+    def _count(self) -> None:
         self._entries += 1
         if self._entries > self._caps.entries:
             raise Refused(f"there are more than {self._caps.entries} entries")
+
+    def _one(self, tar: Tar, entry: Entry, layer: str | None) -> None:
+        self._count()
         parts = _parts(entry.name)
         if not parts:
             if entry.kind != "directory":
@@ -104,27 +118,31 @@ class Tree:
             self._hard_link(path, entry.link)
         else:
             self._file(tar, entry, path, layer)
-        self._note(path)
+        if layer is not None:
+            self._note(path)
 
     def _note(self, path: bytes) -> None:
-        self._fresh.add(path)
+        if path not in self._fresh:
+            self._fresh.add(path)
+            self._noted += len(path)
         while (path := os.path.dirname(path)) not in self._above and len(path) >= len(self._root):
             self._above.add(path)
+            self._noted += len(path)
+        if self._noted > MAX_NOTED:
+            raise Refused(f"the names of the layer are more than {MAX_NOTED} bytes together")
 
     def _file(self, tar: Tar, entry: Entry, path: bytes, layer: str | None) -> None:
         self._grow(entry.size)
         self._clear(path)
         mode = 0o755 if entry.mode & 0o111 else 0o644  # no set-id bit ever
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-        searched = entry.size <= SEARCHED_BYTES
-        kept = b""
+        search = CredentialSearch(self._name, entry.name, f" of layer {layer}" if layer else "")
         with open(fd, "wb", buffering=CHUNK) as file:
             for piece in tar.content():
                 file.write(piece)
-                kept += piece if searched else b""
+                search.feed(piece)
         os.utime(path, (max(0.0, min(entry.mtime, 1e10)),) * 2)
-        if searched:
-            refuse_credential(self._name, entry.name, kept, f" of layer {layer}" if layer else "")
+        search.finish()
 
     def _hard_link(self, path: bytes, link: bytes) -> None:
         try:
@@ -226,6 +244,7 @@ class Tree:
             except FileNotFoundError:
                 if not make:
                     raise Refused("no such directory in this tree") from None
+                self._count()
                 os.mkdir(here, 0o755)
                 done.append(part)
                 continue

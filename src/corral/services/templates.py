@@ -100,6 +100,11 @@ class Templates:
         except CorralError as error:
             build.error = error
             return ""
+        except Exception as error:  # whoever asks later must not take it for a build that went well
+            told = f"the build of {name} failed: {type(error).__name__}: {error}"
+            self._core.log(told)
+            build.error = CorralError("infra_error", told, hint="this is a fault of Corral")
+            return ""
 
     async def _wait(self, name: str, wait_s: float) -> None:
         build = self._builds.get(name)

@@ -3,6 +3,7 @@
 import asyncio
 import bz2
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -397,3 +398,106 @@ def test_documents_that_are_none_are_refused(state: Path) -> None:
     (layout.place / "oci-layout").unlink()
     os.mkfifo(layout.place / "oci-layout")
     assert "oci-layout is no file" in image_refusal(state, layout.place)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["directory", "tar"])
+@pytest.mark.parametrize("what", ["oci-layout", "index.json", "blobs", "blobs/sha256", "manifest", "layer"])
+def test_no_link_of_a_layout_is_followed_at_any_level(state: Path, tmp_path: Path, what: str, packed: bool) -> None:
+    layout = Layout(state / "image")
+    layer = tar_of(LOWER)
+    image = layout.image([layer], pack=bytes)
+    place = layout.index(image)
+    digest = {"manifest": image["digest"][7:], "layer": hashlib.sha256(layer).hexdigest()}.get(what)
+    path = place / "blobs/sha256" / digest if digest else place / what
+    real = tmp_path / "real"  # its content is right: only that it is reached by a link is wrong
+    path.rename(real)
+    path.symlink_to(real)
+    given = place
+    if packed:
+        given = state / "image.tar"
+        with tarfile.open(given, "w") as tar:
+            tar.add(place, ".")
+    told = image_refusal(state, given)
+    assert f"{path.name} is " in told
+    assert "link" in told
+
+
+def test_a_device_in_the_place_of_a_file_is_not_opened(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(state / "image")
+    place = layout.index(layout.image([tar_of(LOWER)]))
+    (place / "index.json").unlink()
+    os.mkfifo(place / "index.json")
+    opened: list[int] = []
+    real = os.open
+
+    def noting(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if path == "index.json":
+            opened.append(flags)
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", noting)
+    assert "index.json is no file" in image_refusal(state, place)
+    assert opened
+    assert all(flags & os.O_PATH for flags in opened)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"rootfs": [1]}, "rootfs of the configuration is no JSON object"),
+        ({"config": "x"}, "config of the configuration is no JSON object"),
+        ({"config": {"Env": [1]}}, "Env of the configuration is no list of texts"),
+        ({"config": {"Cmd": "sh"}}, "Cmd of the configuration is no list of texts"),
+        ({"config": {"User": 0}}, "User of the configuration is no text"),
+        ({"config": {"WorkingDir": "\ud800"}}, "config is no JSON"),
+    ],
+)
+def test_a_configuration_with_values_of_other_types_is_refused(state: Path, config: Any, told: str) -> None:
+    layout = Layout(state / "image")
+    layer = tar_of(LOWER)
+    good = {
+        "architecture": "amd64",
+        "os": "linux",
+        "rootfs": {"diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
+    }
+    manifest = {
+        "config": layout.blob(json.dumps(good | config).encode(), "application/vnd.oci.image.config.v1+json"),
+        "layers": [layout.blob(layer, "application/vnd.oci.image.layer.v1.tar")],
+    }
+    image = layout.blob(json.dumps(manifest).encode(), "application/vnd.oci.image.manifest.v1+json")
+    assert told in image_refusal(state, layout.index(image))
+
+
+def test_a_media_type_that_is_no_text_is_refused(state: Path) -> None:
+    layout = Layout(state / "image")
+    place = layout.index({**layout.image([tar_of(LOWER)]), "mediaType": ["x"]})
+    assert "the layout has: nothing" in image_refusal(state, place)
+
+
+def test_directories_made_on_the_way_count_and_layers_share_one_budget(state: Path) -> None:
+    caps = Caps(entries=60, size_bytes=1 << 20)
+    deep = tar_of([("file", f"{n}/" + "d/" * 20 + "x", "") for n in range(3)])
+    assert "more than 60 entries" in refusal(state / "deep", deep, caps=caps)
+    layout = Layout(state / "image")
+    # what is skipped in a layer (after its end mark) counts for the whole template
+    layers = [tar_of([("file", f"f{n}", "x")]) + bytes(400_000) for n in range(4)]
+    place = layout.index(layout.image(layers))
+    made = templates(state, caps, kind="oci", image=str(place), platform=PLATFORM)
+    with pytest.raises(CorralError, match="unpacks to more than"):
+        asyncio.run(made.ensure("mine"))
+
+
+def test_credentials_are_found_in_long_files_and_in_their_other_forms_and_password_files_do_not_enter(
+    state: Path,
+) -> None:
+    body = "MIIEpAIBAAKCAQEA" * 8
+    forms = {
+        "json": '{"private_key": "-----BEGIN PRIVATE KEY-----\\n' + body[:64] + "\\n" + body[64:] + '\\n"}',
+        "pem": "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,AB\n\n" + body,
+        "long": "\n" * ((1 << 20) - 20) + SECRET + "\n" * (1 << 20),
+    }
+    for name, content in forms.items():
+        assert f"{name} looks like a credential" in refusal(state / name, tar_of([("file", name, content)]))
+    root = build(state / "plain", tar_of([("file", "etc/shadow", "root:x"), ("file", "etc/gshadow-", "x")]))
+    assert not (root / "etc/shadow").exists()
+    assert not (root / "etc/gshadow-").exists()

@@ -246,3 +246,9 @@ def test_a_host_that_cannot_build_says_what_it_lacks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shutil.which", lambda name, path=None: f"/usr/bin/{name}")
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)
     assert "a subordinate range" in (cannot_build(recipe) or "")
+
+
+def test_removal_on_a_fresh_state_directory_finds_nothing_built(tmp_path: Path) -> None:
+    templates = store(tmp_path)
+    add(templates, tmp_path, "mine", "one")
+    assert templates.remove("mine", NOBODY) == {"name": "mine", "digest": None, "freed_bytes": 0}
