@@ -209,13 +209,15 @@ class CredentialSearch:
 
     def feed(self, block: bytes) -> None:
         """The next bytes, best many at once. Compiled programs (ELF) are not searched."""
+        if self._skipped:
+            return
         if self._first:
             if len(self._kept) + len(block) < SEARCHED_BYTES:  # most files are small: they are searched once
                 self._kept += block
                 return
             self._skipped = (self._kept + block)[:4] == b"\x7fELF"
-        if self._skipped:
-            return
+            if self._skipped:
+                return
         self._search(self._kept + block, cut=True)
         self._kept = (self._kept + block)[-_OVERLAP:]
         self._first = False

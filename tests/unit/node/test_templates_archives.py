@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from corral.errors import CorralError
+from corral.node import templates_sealing
 from corral.node.templates import Templates
 from corral.node.templates_recipe import parse
 from corral.node.templates_unpacking import Caps
@@ -501,3 +502,15 @@ def test_credentials_are_found_in_long_files_and_in_their_other_forms_and_passwo
     root = build(state / "plain", tar_of([("file", "etc/shadow", "root:x"), ("file", "etc/gshadow-", "x")]))
     assert not (root / "etc/shadow").exists()
     assert not (root / "etc/gshadow-").exists()
+
+
+def test_a_compiled_program_is_not_searched_however_long_it_is() -> None:
+    key = b"AKIA" + b"A" * 16
+    search = templates_sealing.CredentialSearch("t", b"usr/bin/program")
+    for block in (b"\x7fELF".ljust(1 << 20, b"\0"), b" " + key + b" ", bytes(1 << 20), key):
+        search.feed(block)
+    search.finish()
+    text = templates_sealing.CredentialSearch("t", b"etc/config")
+    with pytest.raises(CorralError, match="looks like a credential"):
+        for block in (bytes(1 << 20), b" " + key + b" ", bytes(1 << 20)):
+            text.feed(block)
