@@ -692,15 +692,23 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
                     await self.destroy(instance_id, "gc")
             return
         # Nobody remembers who made it: every adapter finds its own by directory and id, and only that.
+        # All processes end first, as only the adapter that made them may see them: nothing is taken from under what lives. Then each
+        # removes what it knows, twice where the mounts of one keep the disk that another one sees.
         directory = self._directory(instance_id)
         for runtime in self._runtimes.values():
-            try:
-                evidence = await runtime.destroy(runtime.partial_ref(directory, instance_id))
-            except (CorralError, OSError):
+            with contextlib.suppress(CorralError, OSError):
+                await runtime.kill(runtime.partial_ref(directory, instance_id))
+        for _ in range(2):
+            clean = [await self._is_destroyed(runtime, directory, instance_id) for runtime in self._runtimes.values()]
+            if all(clean):
+                await asyncio.to_thread(remove_tree, directory)
                 return
-            if not evidence.clean:
-                return  # nothing is taken from under what may still live; it stays a leftover
-        await asyncio.to_thread(remove_tree, directory)
+
+    async def _is_destroyed(self, runtime: Runtime, directory: str, instance_id: str) -> bool:
+        try:
+            return (await runtime.destroy(runtime.partial_ref(directory, instance_id))).clean
+        except (CorralError, OSError):
+            return False
 
 
 _ENDED_BY = frozenset({"cancelled", "sandbox_deleted", "lease_lost", "timeout", "circuit_breaker"})
