@@ -30,21 +30,24 @@ LINE = "输入\n"
 def test_code_of_every_kind_runs_in_a_sandbox_of_polyglot(box: Box, shared: Path) -> None:
     polyglot(box.state, shared)
     sandbox = box.sandbox("--template", "polyglot")
-    for language, code in PROGRAMS.items():
-        words = ("exec", sandbox, "--json", "--language", language, "--stdin", "-", "-c", code, "参 数")
-        status, ended = box.document(*words, input=LINE.encode(), timeout=300)
-        result = ended.get("result") or ended
-        assert status == 0 and (result["reason"], result["phase"]) == ("ok", "run"), (language, result)
-        assert result["stdout"]["text"] == f"{LINE}[参 数]\n", (language, result["stderr"])
-        assert result["stderr"]["text"] == "told\n", language
-        assert not result["limits"]["pids"]["hit"], language
-    status, ended = box.document("exec", sandbox, "--json", "--language", "c", "-c", "int main( {", timeout=300)
-    assert (status, ended["result"]["reason"], ended["result"]["phase"]) == (1, "nonzero_exit", "build")
-    assert "error:" in ended["result"]["stderr"]["text"] and ended["result"]["hint"].startswith("the build failed")
-    status, ended = box.document(
-        "exec", sandbox, "--json", "--language", "c", "-c", "int main() { return 1; }", timeout=300
-    )
-    assert (status, ended["result"]["reason"], ended["result"]["phase"]) == (1, "nonzero_exit", "run")
+    try:
+        for language, code in PROGRAMS.items():
+            words = ("exec", sandbox, "--json", "--language", language, "--stdin", "-", "-c", code, "参 数")
+            status, ended = box.document(*words, input=LINE.encode(), timeout=300)
+            result = ended.get("result") or ended
+            assert status == 0 and (result["reason"], result["phase"]) == ("ok", "run"), (language, result)
+            assert result["stdout"]["text"] == f"{LINE}[参 数]\n", (language, result["stderr"])
+            assert result["stderr"]["text"] == "told\n", language
+            assert not result["limits"]["pids"]["hit"], language
+        status, ended = box.document("exec", sandbox, "--json", "--language", "c", "-c", "int main( {", timeout=300)
+        assert (status, ended["result"]["reason"], ended["result"]["phase"]) == (1, "nonzero_exit", "build")
+        assert "error:" in ended["result"]["stderr"]["text"] and ended["result"]["hint"].startswith("the build failed")
+        status, ended = box.document(
+            "exec", sandbox, "--json", "--language", "c", "-c", "int main() { return 1; }", timeout=300
+        )
+        assert (status, ended["result"]["reason"], ended["result"]["phase"]) == (1, "nonzero_exit", "run")
+    finally:
+        box("sandbox", "rm", sandbox)
 
 
 def test_a_template_without_the_language_names_those_that_have_it(box: Box) -> None:

@@ -211,7 +211,7 @@ def test_agent_view_folds_and_fits(box: Box) -> None:
     assert b"line 4999" in done.stdout
 
 
-LATER = [["--network", "web"], ["--session", "s"], ["--dep", "python:requests"], ["--isolation", "strong"]]
+LATER = [["--network", "web"], ["--session", "s"], ["--dep", "python:requests"]]
 INVALID = [
     ["--timeout", "0"], ["--timeout", "soon"], ["--memory", "12Q"], ["--memory", "0"], ["--memory", "9999999G"], ["--memory", "-1"],
     ["--cpu", "0"], ["--cpu", "100000"], ["--pids", "0"], ["--disk", "x"], ["--tmp", "1.5M"], ["--output-limit", "-5"],
