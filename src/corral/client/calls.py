@@ -124,7 +124,13 @@ class Calls:
             params: dict[str, Any] = {"eof": True if eof and last else None}
             if offset is not None:
                 params["offset"] = offset + at
-            answer = await self.line.request("POST", path, None, params, raw=block, once=offset is None)
+            try:
+                answer = await self.line.request("POST", path, None, params, raw=block, once=offset is None)
+            except CorralError as error:
+                if at == 0 or error.code != "conflict":
+                    raise
+                yield at, False  # it has ended after it took the blocks before
+                return
             at += len(block)
             reads = bool(answer.get("open", True))
             yield at, reads

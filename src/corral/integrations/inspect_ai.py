@@ -223,7 +223,11 @@ class CorralSandboxEnvironment(SandboxEnvironment):
         """The same with input that is too long for a request. Interrupted: the program is cancelled."""
         started = await self.sandbox.start(cmd, **request)
         try:
-            await started.write(data, eof=True)  # returns early when the program ends, or reads no more
+            try:
+                await started.write(data, eof=True)  # returns early when the program ends, or reads no more
+            except CorralError as error:
+                if error.code != "conflict":  # that it has ended before it could be given any
+                    raise
             return await started.wait()
         except BaseException:
             with anyio.move_on_after(CANCEL_S, shield=True):

@@ -395,6 +395,8 @@ class Sandboxes:
         try:
             return await self._core.node.stdin_exec(exec_id, data, eof, None if offset is None else offset + ahead)
         except CorralError as error:
+            if error.code == "illegal_transition":
+                return False  # it has ended since we looked
             if error.code != "bad_request":
                 raise
             hint = "send what is missing first, or leave offset out to go on where the input ends"
