@@ -89,6 +89,7 @@ async def test_a_body_that_stops_coming_ends_with_408(port: int, monkeypatch: py
     writer.close()
 
 
+@pytest.mark.slow
 async def test_bodies_in_memory_are_bounded_over_all_calls(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "BODIES", 1000)
     head = ASK.replace(b"GET /openapi.json", b"POST /v1/runs")

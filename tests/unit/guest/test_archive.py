@@ -98,6 +98,7 @@ def test_what_vanishes_while_a_tree_is_packed_is_left_out(tmp_path: Path, monkey
     assert caught.value.code == "not_found"
 
 
+@pytest.mark.slow
 def test_a_tree_with_more_levels_than_calls_can_nest_is_packed(tmp_path: Path) -> None:
     top = tmp_path / "a"
     deep = top.joinpath(*["a"] * 1500)

@@ -279,6 +279,7 @@ async def test_a_killed_supervisor_is_an_exec_lost_and_its_processes_end(launch)
     assert (await guest.run(client, "echo", "ok")).stdout == b"ok\n"
 
 
+@pytest.mark.slow
 async def test_a_stopped_supervisor_does_not_save_the_exec(launch) -> None:
     guest = launch("child")
     client = await guest.connect()
@@ -290,6 +291,7 @@ async def test_a_stopped_supervisor_does_not_save_the_exec(launch) -> None:
     await until_none(client)
 
 
+@pytest.mark.slow
 async def test_the_deadline_ends_guest_and_execs(launch) -> None:
     for mode in ("child", "pid1"):
         guest = launch(mode, "--deadline", "3")
@@ -299,6 +301,7 @@ async def test_the_deadline_ends_guest_and_execs(launch) -> None:
         await asyncio.wait_for(client.closed.wait(), 30)
 
 
+@pytest.mark.slow
 async def test_the_deadline_can_be_moved_both_ways(launch) -> None:
     guest = launch("child", "--deadline", "4")
     client = await guest.connect()

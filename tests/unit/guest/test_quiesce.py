@@ -92,6 +92,7 @@ async def test_only_the_owner_makes_it_quiet(quiet: RunningGuest) -> None:
     assert await client.ping() < 60
 
 
+@pytest.mark.slow
 async def test_the_deadline_waits_while_the_guest_is_only_a_file(launch: Callable[..., RunningGuest]) -> None:
     """Here it is stopped instead: its clock goes on, and it does not run."""
     quiet = launch("namespaces")

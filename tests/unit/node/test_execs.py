@@ -273,6 +273,7 @@ async def test_a_guest_that_does_not_keep_to_its_protocol_is_ended_and_nothing_i
     assert await asyncio.wait_for(bench.node.lost(), 10) == ins
 
 
+@pytest.mark.slow
 async def test_a_kill_that_the_runtime_only_claims_is_said_to_have_left_something(
     bench_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
