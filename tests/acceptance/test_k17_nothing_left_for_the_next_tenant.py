@@ -326,6 +326,11 @@ NEVER = (
 )
 
 
+def leave(server: Server) -> str:
+    """The program that leaves marks. Of what all sandboxes of one user share it takes little: other tests run beside it."""
+    return LEAVE.replace("< 100", "< 10").replace("of 100", "of 10") if server.name in SHARED_ACCOUNT else LEAVE
+
+
 def test_the_next_tenant_on_the_same_ids_and_the_same_disk_finds_nothing(
     server: Server, made: list[str], word: str
 ) -> None:
@@ -334,7 +339,7 @@ def test_the_next_tenant_on_the_same_ids_and_the_same_disk_finds_nothing(
     base = median_ms(server, first)
     fresh = look(server, first, word)
     assert fresh["found"] == []
-    told = ask(server, first, LEAVE, word, *PLACES)
+    told = ask(server, first, leave(server), word, *PLACES)
     assert not ALWAYS - {*told["left"]}, told["refused"]
     assert not [kind for kind in told["left"] if kind.startswith(NEVER)], told["left"]
     control = look(server, first, word)
@@ -403,9 +408,9 @@ def test_two_that_live_at_once_share_no_mount_port_memory_or_process(
     first, second = server.create(), server.create()
     made += [first, second]
     other = f"k17{secrets.token_hex(12)}"
-    told = ask(server, first, LEAVE, word, *PLACES)
+    told = ask(server, first, leave(server), word, *PLACES)
     # The same ports, names and keys are free for the other one.
-    also = ask(server, second, LEAVE, other, *PLACES)
+    also = ask(server, second, leave(server), other, *PLACES)
     shared = {"watches"} if server.name in SHARED_ACCOUNT else set()
     assert {*told["left"]} - shared == {*also["left"]} - shared, also["refused"]
     assert shared or "watches" in also["left"], "what one takes of the kernel's accounts is not taken from the other"
