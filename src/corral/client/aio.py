@@ -176,6 +176,10 @@ class _LoopWire(asyncio.Protocol):
                 while self._full and self._transport is not None:
                     self._writer = self._loop.create_future()
                     await self._writer
+        else:
+            # A peer that takes everything at once never fills the buffer: without a turn for the loop, neither its early answer nor any other task
+            # would be seen before the end of the upload.
+            await asyncio.sleep(0)
         if self._transport is None:
             raise self._lost()
 

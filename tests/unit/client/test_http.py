@@ -203,6 +203,32 @@ def test_an_answer_before_the_end_of_an_upload_stops_it(served: Any, run: Any) -
     assert len(sent) < 4000
 
 
+async def test_an_upload_to_a_fast_reader_leaves_turns_to_other_tasks(served: Any) -> None:
+    def swallow(sock: socket.socket, number: int) -> None:
+        while b"0\r\n\r\n" not in sock.recv(1 << 20):
+            pass
+        sock.sendall(OK)
+
+    sent: list[int] = []
+    seen: list[int] = []
+
+    async def many() -> AsyncGenerator[bytes, None]:
+        for number in range(50):
+            sent.append(number)
+            yield b"x"
+
+    async def watch() -> None:
+        while True:
+            seen.append(len(sent))
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    answer = await single_to(served(swallow), Loop()).send(Request("PUT", "/x", blocks=many(), fresh=True))
+    watching.cancel()
+    await answer.close()
+    assert {*range(1, 50)} <= {*seen}, "between any two blocks the loop had a turn"
+
+
 def test_content_that_changes_its_length_while_it_is_sent_is_refused(served: Any, run: Any) -> None:
     server = served(again_and_again)
 
