@@ -187,7 +187,7 @@ def test_an_answer_before_the_end_of_an_upload_stops_it(served: Any, run: Any) -
             pass
 
     server = served(early)
-    sent = []
+    sent: list[int] = []
 
     async def endless() -> AsyncGenerator[bytes, None]:
         while len(sent) < 4000:
