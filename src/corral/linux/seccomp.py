@@ -7,7 +7,8 @@ stricter and installed inside by the exec's supervisor. Every profile but `defau
 * `debug`: tracing (what the kernel lets one process do to another, so never guest or supervisor), and address spaces that are not
   randomised.
 * `browser`: what Chromium's own sandbox is built of: user, pid and network namespaces inside, and `chroot`. Whoever makes such a
-  namespace is root in it; what that opens beyond is closed again as far as calls can tell it (netlink families, packet filter tables).
+  namespace is root in it; what that opens beyond is closed again as far as calls can tell it (netlink families; the socket options of packet filter tables, of
+  multicast routing and of the virtual server).
 
 A rule refuses its calls with `errno`, always or only when `all` its conditions on arguments hold. Conditions look at the low
 32 bits, as the kernel does for these arguments (garbage in the upper half is a known way around filters), but `set` looks at

@@ -160,6 +160,44 @@ def test_browser_allows_the_namespaces_of_a_browser_and_keeps_their_root_small(a
     assert call(arch, "setsockopt", 3, 1, 64, profile=profile) is None, "SOL_SOCKET"
 
 
+SOCKET_OPTIONS = {
+    "tables": (0, (64, 65), (64, 65, 66, 67)),
+    "tables of IPv6": (41, (64, 65), (64, 65, 68, 69)),
+    "arp tables": (0, (96, 97), (96, 97, 98, 99)),
+    "bridge tables": (0, (128, 129), (128, 129, 130, 131)),
+    "multicast routing": (0, range(200, 213), range(200, 213)),
+    "multicast routing of IPv6": (41, range(200, 213), range(200, 213)),
+    "the virtual server": (0, range(1152, 1168), range(1152, 1160)),
+}
+"""What only root of a network namespace may do by options of a socket: level, numbers to set, numbers to get."""
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("profile", ["browser", "browser-exec"])
+@pytest.mark.parametrize("what", SOCKET_OPTIONS)
+def test_socket_options_for_root_of_a_network_are_shut_where_a_program_can_become_it(
+    arch: str, profile: str, what: str
+) -> None:
+    level, to_set, to_get = SOCKET_OPTIONS[what]
+    program, spec = seccomp.compile(profile, arch), seccomp.to_oci(profile, arch)
+    for name, options in (("setsockopt", to_set), ("getsockopt", to_get)):
+        number = table(arch)["numbers"][name]
+        for option in options:
+            assert run(program, arch, number, 3, level, option) == errno.ENOPROTOOPT, (name, option)
+            assert _oci(spec, name, 3, level, option) == errno.ENOPROTOOPT, (name, option)
+            assert run(program, arch, number, 3, 1, option) is None, "another level has the number for something else"
+
+
+@pytest.mark.parametrize("profile", ["browser", "browser-exec"])
+def test_socket_options_of_every_program_stay(profile: str) -> None:
+    traffic_class, receive_class, original_destination, address_family_free = 67, 66, 80, 78
+    for name in ("setsockopt", "getsockopt"):
+        for option in (traffic_class, receive_class, original_destination, address_family_free):
+            assert call("x86_64", name, 3, 41, option, profile=profile) is None, option
+        for option in (*range(1, 53), 80):
+            assert call("x86_64", name, 3, 0, option, profile=profile) is None, option
+
+
 def _oci(spec: dict[str, Any], name: str, *args: int) -> int | None:
     values = (*args, 0, 0, 0, 0, 0, 0)
     for entry in spec["syscalls"]:
