@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import platform
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from corral.domain.grade import Check, check_dict
@@ -21,6 +23,11 @@ _CLONE_NEWUSER, _CLONE_NEWNS, _CLONE_NEWNET, _CLONE_NEWPID = 0x10000000, 0x00020
 _LANDLOCK, _MOUNT_SETATTR = 444, 442
 LANDLOCK_SIGNALS = 6
 OLDEST_KERNEL = (5, 15)
+_HARMLESS: tuple[Callable[[ctypes.CDLL], int], ...] = (
+    lambda libc: int(libc.unshare(0)),
+    lambda libc: int(libc.personality(0x40000)),  # addresses that are not randomised
+)
+"""Calls that the filter refuses with EPERM: by its number the first, by its argument the second. Any process may make them."""
 PATIENCE_S = 10.0
 
 
@@ -61,20 +68,32 @@ def _read(path: str) -> str | None:
         return None
 
 
-def _seccomp() -> Check:
-    program = seccomp.compile("exec")
+def _seccomp(program: bytes | None = None) -> Check:
+    """With a control: only a call that is answered without the filter shows that it is the filter which refuses it."""
+    installed = partial(_filtered, seccomp.compile("exec") if program is None else program)
+    open_calls = [call for call in _HARMLESS if _in_child(lambda libc, call=call: call(libc) >= 0)]  # type: ignore[misc]
+    if not _in_child(installed):
+        works, seen = False, "cannot be installed"
+    elif not open_calls:
+        return Check("seccomp filter", "must", None, "cannot be told: what it should refuse is refused without it")
+    else:
 
-    def filtered(libc: ctypes.CDLL) -> bool:
-        class Program(ctypes.Structure):
-            _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+        def refuses(libc: ctypes.CDLL) -> bool:
+            return installed(libc) and all(call(libc) < 0 and ctypes.get_errno() == errno.EPERM for call in open_calls)
 
-        asked = Program(len(program) // 8, program)
-        if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(asked), 0, 0):
-            return False
-        return bool(libc.unshare(_CLONE_NEWUSER) != 0)
+        works = _in_child(refuses)
+        seen = "refuses what it should" if works else "lets through what it should refuse"
+    return Check("seccomp filter", "must", works, seen, "a kernel with CONFIG_SECCOMP_FILTER")
 
-    works = _in_child(filtered)
-    return Check("seccomp filter", "must", works, "refuses what it should" if works else "does not work", "a kernel with CONFIG_SECCOMP_FILTER")  # fmt: skip
+
+def _filtered(program: bytes, libc: ctypes.CDLL) -> bool:
+    """Whether the kernel took the filter for this process, which still runs under it."""
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+    asked = Program(len(program) // 8, program)
+    return not libc.prctl(38, 1, 0, 0, 0) and not libc.prctl(22, 2, ctypes.byref(asked), 0, 0)
 
 
 def _namespaces() -> Check:

@@ -67,11 +67,18 @@ class Probes:
             await asyncio.to_thread(self._share, missing)
 
     async def _probe(self, name: str) -> RuntimeInfo:
+        """An adapter may be anybody's: whatever it does, it is itself not usable, and the others are."""
+        limit = asyncio.timeout(PROBE_S)
         try:
-            async with asyncio.timeout(PROBE_S):
-                return await self._runtimes[name].probe()
-        except (CorralError, OSError, TimeoutError) as error:
-            reason = "the probe did not end in time" if isinstance(error, TimeoutError) else str(error)
+            async with limit:
+                return _keepable(await self._runtimes[name].probe())
+        except Exception as error:
+            if limit.expired():
+                reason = "the probe did not end in time"
+            elif isinstance(error, (CorralError, OSError)):
+                reason = str(error)
+            else:
+                reason = f"the adapter failed: {error!r}"
             return RuntimeInfo(name, False, reason, 0, None, {}, LimitModes())
 
     def _key(self) -> str:
@@ -95,7 +102,9 @@ class Probes:
 
     # -- for all state directories of root -----------------------------------------------------------------------------
     def _shared_path(self, name: str) -> str | None:
-        key = getattr(self._runtimes[name], "probe_key", lambda: None)() if os.geteuid() == 0 else None
+        key = None
+        with contextlib.suppress(Exception):  # then nothing is shared
+            key = getattr(self._runtimes[name], "probe_key", lambda: None)() if os.geteuid() == 0 else None
         if key is None:
             return None
         return os.path.join(
@@ -126,6 +135,11 @@ class Probes:
                 with open(aside, "w", encoding="utf-8") as file:
                     json.dump(dataclasses.asdict(self._infos[name]), file)
                 os.replace(aside, path)
+
+
+def _keepable(info: RuntimeInfo) -> RuntimeInfo:
+    """The answer as other processes will read it. TypeError or ValueError for one that cannot be kept."""
+    return _info(json.loads(json.dumps(dataclasses.asdict(info))))
 
 
 def _info(data: dict[str, Any]) -> RuntimeInfo:

@@ -2,11 +2,12 @@
 
 import ctypes
 import os
+import struct
 import threading
 
 import pytest
 
-from corral.linux import posture
+from corral.linux import posture, seccomp
 
 
 def test_every_probe_answers_from_a_process_with_threads_and_changes_nothing_of_it() -> None:
@@ -39,3 +40,31 @@ def test_a_probe_whose_child_dies_did_not_work(signal_number: int) -> None:
 
     assert posture._in_child(dies) is False and posture._in_child(raises) is False
     assert posture._in_child(lambda libc: True) is True
+
+
+ALLOWS_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)
+REFUSES_UNSHARE_ONLY = (
+    struct.pack("=HBBI", 0x20, 0, 0, 0)
+    + struct.pack("=HBBI", 0x15, 0, 1, seccomp._data()["arches"][seccomp.machine()]["numbers"]["unshare"])
+    + struct.pack("=HBBI", 0x06, 0, 0, 0x00050001)
+    + ALLOWS_ALL
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "seen"),
+    [
+        (ALLOWS_ALL, "lets through what it should refuse"),
+        (REFUSES_UNSHARE_ONLY, "lets through what it should refuse"),
+        (struct.pack("=HBBI", 0xFFFF, 0, 0, 0), "cannot be installed"),
+    ],
+)
+def test_a_filter_that_does_not_hold_is_seen(program: bytes, seen: str) -> None:
+    check = posture._seccomp(program)
+    assert (check.ok, check.seen) == (False, seen)
+
+
+def test_where_all_is_refused_already_nothing_is_said_of_the_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posture, "_HARMLESS", (lambda libc: -1,))
+    check = posture._seccomp()
+    assert check.ok is None and "without it" in check.seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,52 @@ def test_a_runtime_without_a_key_shares_nothing(tmp_path: Path) -> None:
     ask(other, tmp_path / "b", tmp_path / "run")
     assert other.asked == 1
     assert not (tmp_path / "run").exists()
+
+
+class Broken(Probed):
+    """Does with a probe whatever an adapter of anybody might."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+
+    def probe_key(self) -> str | None:
+        raise RuntimeError("no key today")
+
+    async def probe(self) -> Any:
+        if isinstance(self.what, Exception):
+            raise self.what
+        if self.what == "hangs":
+            await asyncio.Event().wait()
+        return self.what
+
+
+WORKS = asyncio.run(Probed().probe())
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (ValueError("no JSON"), "the adapter failed: ValueError('no JSON')"),
+        (KeyError("pid"), "the adapter failed: KeyError('pid')"),
+        (AssertionError(), "the adapter failed: AssertionError()"),
+        (TimeoutError("its own"), "its own"),
+        (OSError(8, "Exec format error"), "[Errno 8] Exec format error"),
+        ("hangs", "the probe did not end in time"),
+        (None, "the adapter failed: TypeError"),
+        (dataclasses.replace(WORKS, version=b"1"), "the adapter failed: TypeError"),
+        (dataclasses.replace(WORKS, limits=None), "the adapter failed: TypeError"),
+    ],
+)
+def test_whatever_one_adapter_does_the_others_are_of_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Any, why: str
+) -> None:
+    monkeypatch.setattr("corral.node.probes.PROBE_S", 0.2 if what == "hangs" else 20.0)
+    runtimes: Any = {"broken": Broken(what), "r": Probed(key=None)}
+    probes = Probes(str(tmp_path / "probes.json"), runtimes, str(tmp_path / "run"))
+    for fresh in (False, True):
+        broken, works = asyncio.run(probes.all(fresh=fresh))
+        assert (broken.name, broken.usable, works.usable) == ("broken", False, True)
+        assert broken.reason is not None and broken.reason.startswith(why)
+    again = Probes(str(tmp_path / "probes.json"), {"r": Probed(usable=False)}, str(tmp_path / "run"))  # type: ignore[dict-item]
+    assert asyncio.run(again.one("r")).usable, "what works is kept, whatever the other one did"
