@@ -15,6 +15,7 @@ import re
 import secrets
 import subprocess
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -25,7 +26,8 @@ from corral.linux import process
 Kind = Literal["v1", "v2", "hybrid", "none"]
 
 V1_CONTROLLERS = ("memory", "pids", "cpu", "cpuacct", "freezer")
-V2_CONTROLLERS = ("memory", "pids", "cpu")
+LIMITED = ("memory", "pids", "cpu")
+V2_CONTROLLERS = LIMITED
 CPU_PERIOD_US = 100_000
 TOP = "corral"
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -232,20 +234,25 @@ class Hierarchies:
         _check(name)
         v1 = {controller: f"{base}/{TOP}/{name}" for controller, base in self.v1.items()}
         v2 = f"{self.v2}/{TOP}/{name}" if self.v2 is not None else None
-        held = frozenset(limit for limit in ("memory", "pids", "cpu") if self.can(limit))
+        held = frozenset(limit for limit in LIMITED if self.can(limit))
         return Cgroup(name, v1, v2, held)
 
     def create(self, name: str, limits: Limits) -> Cgroup:
-        """Make the group, or take the one there, and set memory, pids and cpu; an OSError leaves nothing made."""
+        """Make the group, or take the one there, and set memory, pids and cpu; an OSError leaves nothing made.
+
+        What can be limited here is limited afterwards, as read back, or it is an OSError (EBUSY): a runtime that declares a limit
+        as enforced never has an instance without it.
+        """
         group = self.open(name)
         try:
             for directory in group.directories:
                 self._make(directory, name)
-            held = {limit for limit in ("memory", "pids", "cpu") if self.can(limit) and _limit(group, limit, limits)}
+            if lost := sorted(limit for limit in group.held if not _limit(group, limit, limits)):
+                raise OSError(errno.EBUSY, f"the kernel does not take the limit of {', '.join(lost)}")
         except BaseException:
             group.remove(0.0)
             raise
-        return Cgroup(group.name, group.v1, group.v2, frozenset(held))
+        return group
 
     def _make(self, directory: str, name: str) -> None:
         parts = [TOP, *name.split("/")]
@@ -292,18 +299,20 @@ def host() -> Hierarchies:
 
 
 def detect(mountinfo: str = "/proc/self/mountinfo", own: str = "/proc/self/cgroup") -> Hierarchies:
-    """Find usable hierarchies by trying each: make a group, set what it offers, put a child into it, remove it."""
+    """Find usable hierarchies by trying each: make a group, set what it offers, put a child into it, remove it.
+
+    A limit that a group does not take, or does not have when it is read back, cannot be held here.
+    """
     v1: dict[str, str] = {}
     v2: str | None = None
     v2_controllers: frozenset[str] = frozenset()
     for kind, point, options in _mounts(mountinfo):
         if kind == "cgroup":
             names = [name for name in V1_CONTROLLERS if name in options and name not in v1]
-            if names and _try(point):
-                v1.update(dict.fromkeys(names, point))
+            v1.update(dict.fromkeys(_try(point, names) or () if names else (), point))
         elif v2 is None:
             for base in _v2_bases(point, own):
-                usable = _try_v2(base)
+                usable = _try(base, V2_CONTROLLERS, v2=True)
                 if usable is not None:
                     v2, v2_controllers = base, usable - frozenset(v1)
                     break
@@ -333,43 +342,40 @@ def _v2_bases(point: str, own: str) -> list[str]:
     return bases
 
 
-def _try(base: str) -> bool:
-    """Whether a child of ours can be put into a new group under `base`."""
+def _try(base: str, controllers: Collection[str], v2: bool = False) -> frozenset[str] | None:
+    """Those of the controllers that a new group under `base` can have; None when no group can be made and joined there."""
     probe = f"{base}/{TOP}/probe-{os.getpid()}-{secrets.token_hex(4)}"
+    group = Cgroup(
+        probe[len(f"{base}/{TOP}/") :], {} if v2 else dict.fromkeys(controllers, probe), probe if v2 else None
+    )
     try:
         _mkdirs(base, probe)
-        if os.geteuid() == 0:
-            # Who may make groups and is root may also move processes; five children would cost a tenth of a second.
-            return os.access(f"{probe}/cgroup.procs", os.W_OK)
-        # A child, because moving this process would need the way back.
-        joined = subprocess.run(
-            ["/bin/sh", "-c", 'echo 0 >"$1/cgroup.procs"', "sh", probe],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=10,
-        )
-        return joined.returncode == 0
+        if v2:
+            _enable(base, controllers)
+            _enable(f"{base}/{TOP}", controllers)
+            controllers = set(controllers) & {*(_read(f"{probe}/cgroup.controllers") or "").split()}
+        usable = frozenset(name for name in controllers if name not in LIMITED or _limit(group, name, Limits()))
+        return usable if _joined(probe) else None
     except (OSError, subprocess.SubprocessError):
-        return False
-    finally:
-        Cgroup(probe[len(f"{base}/{TOP}/") :], {}, probe).remove(1.0)
-
-
-def _try_v2(base: str) -> frozenset[str] | None:
-    """Controllers that groups under `base` can have, or None when no group can be made and joined there."""
-    probe = f"{base}/{TOP}/probe-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        _mkdirs(base, probe)
-        wanted = frozenset(V2_CONTROLLERS)
-        _enable(base, wanted)
-        _enable(f"{base}/{TOP}", wanted)
-        usable = frozenset((_read(f"{probe}/cgroup.controllers") or "").split()) & wanted
-    except OSError:
         return None
     finally:
-        Cgroup(probe[len(f"{base}/{TOP}/") :], {}, probe).remove(1.0)
-    return usable if _try(base) else None
+        Cgroup(group.name, {}, probe).remove(1.0)
+
+
+def _joined(probe: str) -> bool:
+    """Whether a child of ours can be put into a group."""
+    if os.geteuid() == 0:
+        # Who may make groups and is root may also move processes; five children would cost a tenth of a second.
+        return os.access(f"{probe}/cgroup.procs", os.W_OK)
+    # A child, because moving this process would need the way back.
+    joined = subprocess.run(
+        ["/bin/sh", "-c", 'echo 0 >"$1/cgroup.procs"', "sh", probe],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=10,
+    )
+    return joined.returncode == 0
 
 
 def _mkdirs(base: str, path: str) -> None:
@@ -384,49 +390,57 @@ def _mkdirs(base: str, path: str) -> None:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
-def _enable(directory: str, controllers: frozenset[str]) -> None:
+def _enable(directory: str, controllers: Collection[str]) -> None:
     for controller in sorted(controllers):
         with contextlib.suppress(OSError):
             _write(f"{directory}/cgroup.subtree_control", f"+{controller}")
 
 
 def _limit(group: Cgroup, limit: str, limits: Limits) -> bool:
-    """Set one limit; False when the kernel does not take it."""
+    """Set one limit; False when the kernel does not take it, or has another one afterwards."""
     try:
         if (directory := group.v1.get(limit)) is not None:
             if limit == "memory":
-                _set_memory_v1(directory, limits.memory_bytes)
-            elif limit == "pids":
-                _write(f"{directory}/pids.max", str(limits.pids))
-            else:
-                _write(f"{directory}/cpu.cfs_period_us", str(CPU_PERIOD_US))
-                _write(f"{directory}/cpu.cfs_quota_us", str(_quota(limits.cpu)))
-            return True
+                return _set_memory_v1(directory, limits.memory_bytes)
+            if limit == "pids":
+                return _set(f"{directory}/pids.max", str(limits.pids))
+            period = _set(f"{directory}/cpu.cfs_period_us", str(CPU_PERIOD_US))
+            return _set(f"{directory}/cpu.cfs_quota_us", str(_quota(limits.cpu))) and period
         assert group.v2 is not None
         if limit == "memory":
-            _write(f"{group.v2}/memory.max", str(limits.memory_bytes))
-            with contextlib.suppress(FileNotFoundError):
-                _write(f"{group.v2}/memory.swap.max", "0")
-        elif limit == "pids":
-            _write(f"{group.v2}/pids.max", str(limits.pids))
-        else:
-            _write(f"{group.v2}/cpu.max", f"{_quota(limits.cpu)} {CPU_PERIOD_US}")
+            swap = f"{group.v2}/memory.swap.max"
+            without_swap = not os.path.exists(swap) or _set(swap, "0")
+            return _set(f"{group.v2}/memory.max", _pages(limits.memory_bytes)) and without_swap
+        if limit == "pids":
+            return _set(f"{group.v2}/pids.max", str(limits.pids))
+        return _set(f"{group.v2}/cpu.max", f"{_quota(limits.cpu)} {CPU_PERIOD_US}")
     except OSError:
         return False
-    return True
 
 
-def _set_memory_v1(directory: str, size: int) -> None:
+def _set(path: str, text: str) -> bool:
+    """Write a value; -> whether it is what is read then."""
+    _write(path, text)
+    return _read(path) == text
+
+
+def _pages(size: int) -> str:
+    """A size as the kernel keeps it: whole pages."""
+    return str(size - size % os.sysconf("SC_PAGE_SIZE"))
+
+
+def _set_memory_v1(directory: str, size: int) -> bool:
     # memory <= memory+swap must hold after each write, so the order depends on the direction of the change.
-    both, plain = f"{directory}/memory.memsw.limit_in_bytes", f"{directory}/memory.limit_in_bytes"
-    if os.path.exists(both):
-        try:
-            _write(both, str(size))
-        except OSError:
-            _write(plain, str(size))
-            _write(both, str(size))
-            return
-    _write(plain, str(size))
+    both, plain, text = f"{directory}/memory.memsw.limit_in_bytes", f"{directory}/memory.limit_in_bytes", _pages(size)
+    if not os.path.exists(both):
+        return _set(plain, text)
+    try:
+        _write(both, text)
+        _write(plain, text)
+    except OSError:
+        _write(plain, text)
+        _write(both, text)
+    return _read(plain) == _read(both) == text
 
 
 def _quota(cpu: float) -> int:

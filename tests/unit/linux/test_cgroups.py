@@ -221,7 +221,14 @@ def v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hierarchies:
         os.rmdir(path)
 
     monkeypatch.setattr(cgroups, "_mkdir", mkdir)
+
+    def write(path: str, text: str) -> None:
+        with open(path, "r+") as file:
+            file.truncate()
+            file.write(text)
+
     monkeypatch.setattr(cgroups, "_rmdir", rmdir)
+    monkeypatch.setattr(cgroups, "_write", write)
     mkdir(str(top))
     mountinfo = tmp_path / "mountinfo"
     mountinfo.write_text(f"31 23 0:28 / {top} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n")
@@ -265,8 +272,52 @@ def test_v2_kill_is_one_write(v2: Hierarchies) -> None:
     assert Path(group.v2, "cgroup.kill").read_text() == "1"
 
 
-def test_a_controller_without_a_file_is_not_held(tmp_path: Path) -> None:
-    directory = tmp_path / "corral/inst/ins_a"
-    directory.mkdir(parents=True)
-    group = Hierarchies({"memory": str(tmp_path), "pids": str(tmp_path)}).create("inst/ins_a", LIMITS)
-    assert group.held == frozenset()
+def test_a_group_without_one_of_its_limits_is_none(tmp_path: Path) -> None:
+    """A runtime that declares the limit as enforced must not have an instance that is without it."""
+    host = Hierarchies({"memory": str(tmp_path), "pids": str(tmp_path)})
+    with pytest.raises(OSError, match="does not take the limit of memory, pids"):
+        host.create("inst/ins_a", LIMITS)
+    assert list(tmp_path.iterdir()) == [], "nothing is left of it"
+
+
+def _deaf(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Files that take every value and keep their own, as those of a kernel that knows better."""
+    real = cgroups._write
+
+    def write(path: str, text: str) -> None:
+        if os.path.basename(path) not in names:
+            real(path, text)
+
+    monkeypatch.setattr(cgroups, "_write", write)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("limit", "name"),
+    [("memory", "memory.max"), ("memory", "memory.swap.max"), ("pids", "pids.max"), ("cpu", "cpu.max")],
+)
+def test_a_limit_that_reads_back_as_another_is_not_held(
+    v2: Hierarchies, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, name: str
+) -> None:
+    _deaf(monkeypatch, name)
+    with pytest.raises(OSError, match=f"does not take the limit of {limit}$"):
+        v2.create("inst/ins_a", LIMITS)
+    assert v2.find_ours("inst") == []
+    seen = cgroups.detect(str(tmp_path / "mountinfo"), str(tmp_path / "cgroup"))
+    assert not seen.can(limit) and seen.can("cpu" if limit == "pids" else "pids"), "nor is it declared"
+
+
+def test_a_real_limit_that_reads_back_as_another_is_not_held(group: Cgroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "pids" not in group.held:
+        pytest.skip("no pids controller here")
+    host = cgroups.detect()
+    _deaf(monkeypatch, "pids.max")
+    assert not cgroups.detect().can("pids")
+    with pytest.raises(OSError, match="does not take the limit of pids"):
+        host.create(group.name, Limits(memory_bytes=64 * MIB, pids=25, cpu=0.5))
+
+
+def test_sizes_that_are_no_whole_pages_are_held(group: Cgroup) -> None:
+    """The kernel keeps whole pages: that is the limit, not another one."""
+    again = cgroups.detect().create(group.name, Limits(memory_bytes=64 * MIB + 1, pids=24, cpu=0.333))
+    assert again.held == group.held

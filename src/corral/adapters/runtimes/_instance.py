@@ -268,14 +268,14 @@ def end_strays(scan: Callable[[], list[int]]) -> list[int]:
 
 def narrowed(launching: Cgroup, limits: Limits) -> Cgroup:
     """The group with the instance's own limits in place of those of its launch. `infra_error` when the kernel does not take one."""
-    group = cgroups.host().create(launching.name, limits)
-    if lost := sorted(launching.held - group.held):
+    try:
+        return cgroups.host().create(launching.name, limits)
+    except OSError as error:
         raise CorralError(
             "infra_error",
-            f"the kernel does not take the limit of {', '.join(lost)}: what has started uses more already",
+            f"{error.strerror}: what has started uses more already",
             hint="ask for more memory and more processes",
-        )
-    return group
+        ) from error
 
 
 def _device(path: str) -> str:
