@@ -230,6 +230,21 @@ async def test_a_full_disk_and_a_full_tmp_are_seen_by_the_host(host: Host) -> No
     assert not facts.sandbox_lost
 
 
+async def test_one_file_is_bounded_only_where_the_kernel_does_not_hold_the_disk(host: Host) -> None:
+    """A file with holes takes no disk; where the disk is watched, the bound is what holds between two looks."""
+    ins = await host.create()
+    code = (
+        "import os, resource\nprint(resource.getrlimit(resource.RLIMIT_FSIZE)[0])\n"
+        f"os.truncate(os.open('/workspace/holes', os.O_CREAT | os.O_WRONLY), {4 * SMALL.disk_bytes})"
+    )
+    facts, out, err = await host.python(ins, code)
+    if (await modes(host)).disk == "enforced":
+        assert (facts.exit_code, out, err) == (0, b"-1\n", b"")
+    else:
+        assert int(out) == SMALL.disk_bytes
+        assert facts.exit_code != 0 or facts.ended_by == "disk_watch"
+
+
 async def test_out_of_memory_is_told_from_a_plain_kill(host: Host) -> None:
     ins = await host.create()
     facts, _, _ = await host.python(ins, "x = bytearray(400 << 20)\nprint(len(x))")

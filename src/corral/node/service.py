@@ -455,7 +455,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
             job = self._exec(body, spec.exec_id, data)
             if spec.stdin:
                 job.spool.save_input(spec.stdin, not spec.stdin_open)
-            await job.start(self._frame(spec, ids, body.limits.disk_bytes), fence)
+            await job.start(self._frame(spec, ids, body), fence)
         except BaseException as error:
             self._execs.pop(spec.exec_id, None)
             if job is not None and job.sent and not isinstance(error, CorralError):
@@ -494,8 +494,11 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
                 if error.code != "guest_lost" or body.gone.is_set() or body.forsaken:
                     return
 
-    def _frame(self, spec: ExecSpec, ids: tuple[int, int], disk_bytes: int) -> dict[str, Any]:
+    def _frame(self, spec: ExecSpec, ids: tuple[int, int], body: Body) -> dict[str, Any]:
         limits = spec.limits
+        # Between two looks at a disk that is watched one file must not outgrow it. Where the kernel holds the disk, a file may be as
+        # large as it likes to be, such as one with holes.
+        one_file = {} if body.modes.disk == "enforced" else {"fsize": body.limits.disk_bytes}
         return {
             "exec_id": spec.exec_id,
             "argv": list(spec.argv),
@@ -507,7 +510,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
             "pty": list(spec.pty) if spec.pty else None,
             "timeout_s": limits.wall_s + BACKUP_CLOCK_S,
             "grace_s": spec.grace_s,
-            "rlimits": {"nofile": limits.open_files, "core": 0, "fsize": disk_bytes},
+            "rlimits": {"nofile": limits.open_files, "core": 0, **one_file},
             "background": spec.background,
         }
 
