@@ -44,7 +44,7 @@ class Watched:
         self.instances: set[str] = set()
 
     def checked(self, answer: Answer) -> Answer:
-        assert answer.status < 500, str(answer)
+        assert answer.status < 500, f"{answer}\n{self.server.said[-4000:]}"
         assert answer.status < 400 or answer.code in DOCUMENTED, str(answer)
         return answer
 

@@ -32,9 +32,9 @@ class FileCalls(ABC):
         """Where its base of changes is kept."""
 
     async def put_files(self, instance_id: str, fence: Fence, items: Sequence[tuple[str, int, bytes | None]]) -> None:
-        body = self._alive(instance_id)
-        self._check_fence(body, fence)
-        await files.put(body.tree, self._mark_path(instance_id), items, settle=not body.is_quiet)
+        async with self._on_disk(instance_id) as body:
+            self._check_fence(body, fence)
+            await files.put(body.tree, self._mark_path(instance_id), items, settle=not body.is_quiet)
 
     async def put_tar(
         self, instance_id: str, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str = "sandbox"
@@ -125,6 +125,19 @@ class FileCalls(ABC):
         return await transfers.watch(self._alive(instance_id), path, recursive, user)
 
     @contextlib.asynccontextmanager
+    async def _on_disk(self, instance_id: str) -> AsyncIterator[Body]:
+        """Work of the host on a live instance's files: what it misses because the instance ends under it is told by that end."""
+        body = self._alive(instance_id)
+        try:
+            yield body
+        except (OSError, CorralError) as error:
+            if body.destroying is not None:
+                raise CorralError("sandbox_deleted", f"instance {instance_id} is being destroyed") from error
+            if body.gone.is_set():
+                raise CorralError("sandbox_lost", f"instance {instance_id} is not alive here") from error
+            raise
+
+    @contextlib.asynccontextmanager
     async def _changing(self, instance_id: str, fence: Fence) -> AsyncIterator[Body]:
         """What a caller changes while no program runs is no program's doing."""
         body = self._alive(instance_id)
@@ -137,8 +150,13 @@ class FileCalls(ABC):
                     files.touch(self._mark_path(instance_id))
 
     async def mark(self, instance_id: str) -> None:
-        body = self._alive(instance_id)
-        await files.mark(body.tree, self._mark_path(instance_id), settle=not body.is_quiet)
+        async with self._on_disk(instance_id) as body:
+            await files.mark(body.tree, self._mark_path(instance_id), settle=not body.is_quiet)
+
+    async def _freshen(self, instance_id: str) -> None:
+        """What callers changed while no program ran counts as there before the next one."""
+        async with self._on_disk(instance_id) as body:
+            await files.freshen(body.tree, self._mark_path(instance_id), settle=not body.is_quiet)
 
     async def collect(
         self, instance_id: str, *, outputs: Sequence[str], max_bytes: int, into: str | None, mark: bool = False

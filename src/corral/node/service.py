@@ -451,7 +451,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         job: Exec | None = None
         try:
             if not body.execs:
-                await files.freshen(body.tree, self._mark_path(instance_id), settle=not body.is_quiet)
+                await self._freshen(instance_id)
             job = self._exec(body, spec.exec_id, data)
             if spec.stdin:
                 job.spool.save_input(spec.stdin, not spec.stdin_open)

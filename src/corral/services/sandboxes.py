@@ -96,10 +96,11 @@ class Sandboxes:
             if files:
                 try:
                     await core.node.put_files(instance_of(view), fence_of(view), files)
-                except CorralError:
+                except CorralError as error:
+                    met = await self.met(error, wanted.sandbox_id)
                     # Its caller never hears the id: nobody could use it, and nobody would remove it.
                     core.spawn(self._lifecycle.destroy(wanted.sandbox_id, "failed"), "files refused", last=True)
-                    raise
+                    raise met from error
         return view
 
     async def page(

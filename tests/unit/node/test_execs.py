@@ -16,7 +16,7 @@ from corral.channel import GuestClient
 from corral.domain.fence import Fence
 from corral.domain.limits import Limits
 from corral.errors import CorralError
-from corral.node import body
+from corral.node import body, files
 from corral.ports.node import Chunk, ExecSpec
 from corral.testing.runtimes import LeakyRuntime, LyingRuntime, NeverRuntime, SlowRuntime, TwoFacedRuntime
 
@@ -172,6 +172,30 @@ async def test_destroy_ends_waiting_execs_with_the_reason(bench: Bench) -> None:
     with pytest.raises(CorralError) as caught:
         await bench.node.wait_exec(exec_id)
     assert caught.value.code == "not_found"
+
+
+@pytest.mark.parametrize("work", ["put", "mark", "freshen"])
+async def test_what_the_host_does_with_files_while_they_are_removed_is_told_by_the_removal(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    ins = await bench.create()
+    real = getattr(files, work)
+
+    async def late(*arguments: Any, **more: Any) -> None:
+        assert (await bench.node.destroy(ins, "rm")).clean
+        await real(*arguments, **more)
+        raise FileNotFoundError  # `freshen` finds nothing to do
+
+    monkeypatch.setattr(files, work, late)
+    calls = {
+        "put": lambda: bench.node.put_files(ins, FENCE, [("a", 0o644, b"")]),
+        "mark": lambda: bench.node.mark(ins),
+        "freshen": lambda: bench.begin(ins, "true"),
+    }
+    with pytest.raises(CorralError) as caught:
+        await calls[work]()
+    assert caught.value.code == "sandbox_deleted"
+    assert await bench.node.leftovers() == []
 
 
 async def test_old_fences_are_refused_and_a_new_owner_ends_or_adopts_older_execs(bench: Bench) -> None:

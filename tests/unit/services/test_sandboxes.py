@@ -229,6 +229,17 @@ async def test_a_sandbox_whose_files_are_refused_does_not_stay(world, until, mon
     assert (await world.call("GET", "/v1/sandboxes")).document["items"] == []
 
 
+async def test_a_sandbox_that_is_deleted_while_its_files_are_written_is_told_as_deleted(world, monkeypatch):
+    async def deleted(instance_id, fence, files):
+        [item] = (await world.call("GET", "/v1/sandboxes")).document["items"]
+        assert (await world.call("DELETE", f"/v1/sandboxes/{item['id']}")).status == 200
+        raise CorralError("infra_error", "'a': No such file or directory")
+
+    monkeypatch.setattr(world.node, "put_files", deleted)
+    reply = await world.call("POST", "/v1/sandboxes", {"files": [{"path": "a", "content": "x"}]})
+    assert (reply.status, reply.document["code"]) == (410, "sandbox_deleted")
+
+
 async def test_nothing_is_remembered_of_clients_that_waited_for_what_is_over(world, until):
     made = await make(world)
     assert (await run(world, made["id"], "print", "x", attached=True)).status == 200
