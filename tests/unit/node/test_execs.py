@@ -187,7 +187,7 @@ async def test_what_the_host_does_with_files_while_they_are_removed_is_told_by_t
         raise FileNotFoundError  # `freshen` finds nothing to do
 
     monkeypatch.setattr(files, work, late)
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "put": lambda: bench.node.put_files(ins, FENCE, [("a", 0o644, b"")]),
         "mark": lambda: bench.node.mark(ins),
         "freshen": lambda: bench.begin(ins, "true"),
