@@ -3,18 +3,22 @@
     python -m bench.programs [--on MODE]... [--only WORKLOAD]... [--template NAME] [--json FILE] [--markdown FILE]
 
 Each workload of `tests/programs` prints TAP. `bare` runs it as an ordinary user in the template's root file system with the host's
-own /dev, /proc and network; every other mode runs it in a sandbox of that template. Needs root for `bare` (a chroot).
+own /dev, /proc and network; every other mode runs it in a sandbox of that template, `bubblewrap-user` as an ordinary user with a state
+directory of its own. Needs root. What is not in the repository comes from the package index that the host's apt is configured for.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,8 +28,9 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PROGRAMS = REPOSITORY / "tests" / "programs"
-WORKLOADS = ("system", "cpython", "pytest", "node", "autotools", "java", "rust", "git")
-MODES = ("bare", "bubblewrap", "crun", "runc", "runsc")
+WORKLOADS = ("system", "pytest", "node", "autotools", "libuv", "java", "rust", "git", "cpython")
+MODES = ("bare", "bubblewrap", "bubblewrap-user", "crun", "runc", "runsc")
+ORDINARY_UID = 54321
 LIMITS = ("--memory", "2G", "--cpu", "2", "--pids", "512", "--disk", "3G", "--tmp", "512M")
 LINE = re.compile(r"^\s*(ok|not ok)\b(?: \d+)?(?: - )?(.*?)\s*(# (?:SKIP|TODO).*)?$")
 ENVIRONMENT = {
@@ -34,21 +39,47 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def prepare(workload: str, target: Path) -> None:
-    """The directory of a workload with what it needs from this machine."""
+def prepare(workload: str, target: Path, base: str = "/") -> None:
+    """The directory of a workload with what it needs from this machine, and from the index in the version that `base` has."""
     shutil.copytree(PROGRAMS / workload, target, dirs_exist_ok=True)
     if workload == "cpython":
+        shown = ["dpkg-query", f"--admindir={base}/var/lib/dpkg", "--show", "--showformat=${Version}"]
+        version = subprocess.run([*shown, "libpython3.11-stdlib"], check=True, capture_output=True, text=True).stdout
         with tempfile.TemporaryDirectory() as work:
-            subprocess.run(["apt-get", "download", "-q", "libpython3.11-testsuite"], cwd=work, check=True, capture_output=True)  # fmt: skip
-            subprocess.run(["dpkg-deb", "-x", *map(str, Path(work).glob("*.deb")), work], check=True)
-            shutil.copytree(f"{work}/usr/lib/python3.11", target / "suite", dirs_exist_ok=True)
-        shutil.copytree("/usr/lib/python3.11/test", target / "suite" / "test", dirs_exist_ok=True)
+            _fetch(Path(work), "download", f"libpython3.11-testsuite={version}", f"libpython3.11-stdlib={version}")
+            for package in Path(work).glob("*.deb"):
+                subprocess.run(["dpkg-deb", "-x", package, work], check=True)
+            shutil.copytree(f"{work}/usr/lib/python3.11", target / "suite", symlinks=True)
+    if workload == "libuv":
+        with tempfile.TemporaryDirectory() as work:
+            _fetch(Path(work), "source", "--download-only", "--tar-only", "libuv1")
+            shutil.copy(next(Path(work).glob("*.orig.tar.*")), target / "source.tar")
     if workload == "pytest":
         (target / "site").mkdir(exist_ok=True)
         shutil.copy(_origin("py"), target / "site")
         for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
             ignore = shutil.ignore_patterns("__pycache__")
             shutil.copytree(_origin(name).parent, target / "site" / name, ignore=ignore, dirs_exist_ok=True)
+
+
+def _fetch(work: Path, *words: str) -> None:
+    """Call apt-get in `work` with newly read lists of its own, those of the distribution's sources as well; the host's stay as they are."""
+    line = "deb $(REPO_URI) $(RELEASE) $(COMPONENT)"
+    wanted = ["apt-get", "indextargets", "--format", line, "Created-By: Packages", "Origin: Debian"]
+    told = subprocess.run(wanted, check=True, capture_output=True, text=True).stdout
+    binary = sorted(set(told.splitlines()))
+    source = [f"deb-src{line.removeprefix('deb')}" for line in binary if "-security" not in line]
+    place = work / "apt"
+    for name in ("lists/partial", "cache/archives/partial"):
+        (place / name).mkdir(parents=True)
+    (place / "sources.list").write_text("\n".join([*binary, *source]) + "\n")
+    where = {"State::Lists": "lists", "Cache": "cache", "Etc::SourceList": "sources.list"}
+    options = [word for key, name in where.items() for word in ("-o", f"Dir::{key}={place / name}")]
+    options += ["-o", "Dir::Etc::SourceParts=-", "-o", "APT::Sandbox::User=root", "-q"]
+    for command in (["update"], words):
+        done = subprocess.run(["apt-get", *options, *command], cwd=work, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"apt-get {' '.join(command)}: {done.stderr.strip()[-500:]}")
 
 
 def _origin(module: str) -> Path:
@@ -65,26 +96,50 @@ def parsed(text: str) -> dict[str, dict[str, str]]:
         if (match := LINE.match(line)) and match[2]:
             last = match[2]
             found[last] = {"result": "skip" if match[3] else match[1], "why": ""}
-        elif line.lstrip().startswith("#") and last and found[last]["result"] == "not ok" and not found[last]["why"]:
-            found[last]["why"] = line.lstrip("# ").strip()[:300]
+        elif line.lstrip().startswith("#") and last and found[last]["result"] == "not ok":
+            found[last]["why"] = f"{found[last]['why']} {line.lstrip('# ').strip()}".strip()[:300]
     return found
 
 
 def on_bare(root: str, work: Path, workload: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    """In the template's tree by chroot, as uid 1000 of the host, in mount and pid namespaces that go with the program."""
+    """In the template's tree by chroot, as uid 1000 of the host, in mount, pid and host name namespaces that go with the program."""
     binds = {"workspace": "workspace", "home": "home/sandbox", "tmp": "tmp", "var_tmp": "var/tmp"}
     for name in (*binds, "root"):
         (work / name).mkdir(exist_ok=True)
         (work / name).chmod(0o1777)
     script = [f"mount --bind {root} {work}/root", f"mount --rbind /dev {work}/root/dev", f"mount -t proc proc {work}/root/proc"]  # fmt: skip
     script += [f"mount --bind {work}/{name} {work}/root/{inside}" for name, inside in binds.items()]
+    script.append(f"hostname $(cat {work}/root/etc/hostname)")  # the one that the tree's own /etc/hosts knows
     words = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
     inner = f"cd /workspace && exec sh /workspace/{workload}/run.sh"
-    script.append(f"exec env -i {words} {shutil.which('chroot')} --userspec=1000:1000 {work}/root sh -c '{inner}'")
-    command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private", "sh", "-ec", "\n".join(script)]  # fmt: skip
-    shutil.copytree(work / workload, work / "workspace" / workload, dirs_exist_ok=True)
+    script.append(f"env -i {words} {shutil.which('chroot')} --userspec=1000:1000 {work}/root sh -c '{inner}'")
+    script.append("exit $?")  # so that this shell stays as PID 1, which collects orphans
+    command = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--propagation", "private", "sh", "-c", "\n".join(script)]  # fmt: skip
+    shutil.copytree(work / workload, work / "workspace" / workload, dirs_exist_ok=True, symlinks=True)
     subprocess.run(["chown", "-R", "1000:1000", work / "workspace", work / "home"], check=True)
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout)  # fmt: skip
+
+    def own_streams() -> None:
+        for fd in (1, 2):
+            os.fchown(fd, 1000, 1000)
+
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout, preexec_fn=own_streams)  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        return subprocess.CompletedProcess(command, 124, (late.stdout or b"").decode(errors="replace"), "out of time")
+
+
+def as_ordinary_user(place: Path, record: dict[str, Any], template: str) -> list[str]:
+    """The words before a command of `corral` of a user who is not root, with a checkout, a home and a state directory in `place`."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        (place / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, place / "checkout" / name)
+    (place / "state" / "base").mkdir(parents=True, exist_ok=True)
+    (place / "state" / "base" / f"{template}.json").write_text(json.dumps(record))
+    (place / "home").mkdir(exist_ok=True)
+    subprocess.run(["chown", "-R", f"{ORDINARY_UID}:{ORDINARY_UID}", place / "state", place / "home"], check=True)
+    become = ["setpriv", "--reuid", str(ORDINARY_UID), "--regid", str(ORDINARY_UID), "--clear-groups"]
+    return [*become, "env", f"CORRAL_STATE_DIR={place / 'state'}", f"HOME={place / 'home'}", str(place / "checkout" / "corral")]  # fmt: skip
 
 
 def inside(
@@ -149,6 +204,9 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     corral = [str(REPOSITORY / "corral")]
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # else what a shell starts in the background passes it on as ignored
     modes = options.on or list(MODES)
     report: dict[str, Any] = {"results": {}}
     if options.json and options.json.exists():
@@ -160,33 +218,55 @@ def main() -> int:
     from corral import config
 
     record = json.loads((Path(config.load().state_dir) / "base" / f"{options.template}.json").read_text())
-    for workload in options.only or WORKLOADS:
-        for mode in modes:
-            with tempfile.TemporaryDirectory(prefix="corral-programs-") as place:
-                work = Path(place)
-                work.chmod(0o755)
-                prepare(workload, work / workload)
+    with tempfile.TemporaryDirectory(prefix="corral-programs-") as given, contextlib.ExitStack() as ends:
+        place = Path(given)
+        place.chmod(0o711)
+        prefixes = {mode: corral for mode in modes}
+        if "bubblewrap-user" in modes:
+            prefixes["bubblewrap-user"] = as_ordinary_user(place / "user", record, options.template)
+            ends.callback(subprocess.run, [*prefixes["bubblewrap-user"], "gc"], capture_output=True)
+        for workload in options.only or WORKLOADS:
+            made = place / "made" / workload
+            made.parent.mkdir(exist_ok=True)
+            prepare(workload, made, record["path"])
+            for mode in modes:
+                work = place / f"{workload}-{mode}"
+                shutil.copytree(made, work / workload, symlinks=True)
                 began = time.monotonic()
                 if mode == "bare":
                     done = on_bare(record["path"], work, workload, options.timeout)
                 else:
-                    done = inside(corral, mode, options.template, work, workload, options.timeout)
+                    runtime = mode.partition("-")[0]
+                    done = inside(prefixes[mode], runtime, options.template, work, workload, options.timeout)
                 seconds = round(time.monotonic() - began)
-            tests = parsed(done.stdout)
-            if done.returncode:
-                why = (done.stderr.strip().splitlines() or [""])[-1][:300]
-                tests.setdefault("the whole", {"result": "not ok", "why": f"ended with {done.returncode}: {why}"})
-            report["results"].setdefault(workload, {})[mode] = {"seconds": seconds, "tests": tests}
-            report["modes"] = [m for m in MODES if any(m in r for r in report["results"].values())]
-            failed = {name: test["why"] for name, test in tests.items() if test["result"] == "not ok"}
-            print(f"{workload} on {mode}: {len(tests)} tests, {len(failed)} failed, {seconds} s", flush=True)
-            for name, why in failed.items():
-                print(f"    {name}: {why}", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False))
+                _account(report, options, workload, mode, done, seconds)
+                shutil.rmtree(work)
     if options.markdown:
         options.markdown.write_text(markdown(report))
     return 0
+
+
+def _account(
+    report: dict[str, Any],
+    options: argparse.Namespace,
+    workload: str,
+    mode: str,
+    done: subprocess.CompletedProcess[str],
+    seconds: int,
+) -> None:
+    """Add how a workload went, and print it."""
+    tests = parsed(done.stdout)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [""])[-1][:300]
+        tests.setdefault("the whole", {"result": "not ok", "why": f"ended with {done.returncode}: {why}"})
+    report["results"].setdefault(workload, {})[mode] = {"seconds": seconds, "tests": tests}
+    report["modes"] = [m for m in MODES if any(m in r for r in report["results"].values())]
+    failed = {name: test["why"] for name, test in tests.items() if test["result"] == "not ok"}
+    print(f"{workload} on {mode}: {len(tests)} tests, {len(failed)} failed, {seconds} s", flush=True)
+    for name, why in failed.items():
+        print(f"    {name}: {why}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":
