@@ -48,8 +48,11 @@ def prepare(workload: str, target: Path, base: str = "/") -> None:
         with tempfile.TemporaryDirectory() as work:
             _fetch(Path(work), "download", f"libpython3.11-testsuite={version}", f"libpython3.11-stdlib={version}")
             for package in Path(work).glob("*.deb"):
-                subprocess.run(["dpkg-deb", "-x", package, work], check=True)
-            shutil.copytree(f"{work}/usr/lib/python3.11", target / "suite", symlinks=True)
+                subprocess.run(["dpkg-deb", "-x", package, f"{work}/{package.name.partition('_')[0]}"], check=True)
+            inside = "usr/lib/python3.11"
+            shutil.copytree(f"{work}/libpython3.11-testsuite/{inside}", target / "suite", symlinks=True)
+            rest = f"{work}/libpython3.11-stdlib/{inside}/test"  # what the interpreter's own package has of it
+            shutil.copytree(rest, target / "suite" / "test", symlinks=True, dirs_exist_ok=True)
     if workload == "libuv":
         with tempfile.TemporaryDirectory() as work:
             _fetch(Path(work), "source", "--download-only", "--tar-only", "libuv1")
