@@ -104,7 +104,9 @@ def parsed(text: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def on_bare(root: str, work: Path, workload: str, timeout: float) -> subprocess.CompletedProcess[str]:
+def on_bare(
+    root: str, work: Path, workload: str, timeout: float, env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     """In the template's tree by chroot, as uid 1000 of the host, in mount, pid and host name namespaces that go with the program."""
     binds = {"workspace": "workspace", "home": "home/sandbox", "tmp": "tmp", "var_tmp": "var/tmp"}
     for name in (*binds, "root"):
@@ -113,7 +115,7 @@ def on_bare(root: str, work: Path, workload: str, timeout: float) -> subprocess.
     script = [f"mount --bind {root} {work}/root", f"mount --rbind /dev {work}/root/dev", f"mount -t proc proc {work}/root/proc"]  # fmt: skip
     script += [f"mount --bind {work}/{name} {work}/root/{inside}" for name, inside in binds.items()]
     script.append(f"hostname $(cat {work}/root/etc/hostname)")  # the one that the tree's own /etc/hosts knows
-    words = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+    words = " ".join(f"{name}={value}" for name, value in (ENVIRONMENT | env).items())
     inner = f"cd /workspace && exec sh /workspace/{workload}/run.sh"
     script.append(f"env -i {words} {shutil.which('chroot')} --userspec=1000:1000 {work}/root sh -c '{inner}'")
     script.append("exit $?")  # so that this shell stays as PID 1, which collects orphans
@@ -152,7 +154,7 @@ def inside(
     work: Path,
     workload: str,
     timeout: float,
-    env: dict[str, str] | None = None,
+    env: dict[str, str],
 ) -> Any:
     """In a sandbox of its own."""
     options = ["--runtime", runtime, "--template", template, *LIMITS, "--ttl", str(int(timeout) + 600)]
@@ -162,7 +164,7 @@ def inside(
     sandbox = made.stdout.strip()
     try:
         subprocess.run([*corral, "cp", str(work / workload), f"{sandbox}:/workspace/{workload}"], check=True)
-        values = [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
+        values = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
         program = ["sh", f"/workspace/{workload}/run.sh"]
         command = [*corral, "exec", sandbox, "--timeout", str(timeout), *values, "--", *program]
         return subprocess.run(command, capture_output=True, text=True, errors="replace")
@@ -203,6 +205,9 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=WORKLOADS)
     parser.add_argument("--template", default="polyglot")
     parser.add_argument("--timeout", type=float, default=3000)
+    parser.add_argument(
+        "--env", action="append", default=[], help="K=V for the workload: FILES, COMMITS, WORKERS, STALL_S, MODULE_S"
+    )
     parser.add_argument("--json", type=Path, help="adds to what is there")
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
@@ -211,6 +216,7 @@ def main() -> int:
         signal.SIGINT, signal.default_int_handler
     )  # else what a shell starts in the background passes it on as ignored
     modes = options.on or list(MODES)
+    env = dict(word.split("=", 1) for word in options.env)
     report: dict[str, Any] = {"results": {}}
     if options.json and options.json.exists():
         report = json.loads(options.json.read_text())
@@ -237,10 +243,10 @@ def main() -> int:
                 shutil.copytree(made, work / workload, symlinks=True)
                 began = time.monotonic()
                 if mode == "bare":
-                    done = on_bare(record["path"], work, workload, options.timeout)
+                    done = on_bare(record["path"], work, workload, options.timeout, env)
                 else:
                     runtime = mode.partition("-")[0]
-                    done = inside(prefixes[mode], runtime, options.template, work, workload, options.timeout)
+                    done = inside(prefixes[mode], runtime, options.template, work, workload, options.timeout, env)
                 seconds = round(time.monotonic() - began)
                 _account(report, options, workload, mode, done, seconds)
                 shutil.rmtree(work)
