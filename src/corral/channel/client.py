@@ -348,8 +348,8 @@ class GuestClient:
     async def quiesce(self, fence: Fence) -> dict[str, int]:
         """Make the guest ready for a snapshot of its memory: nobody stands by, its file systems are synced.
 
-        Afterwards it refuses everything but `identify`, whether restored or not. -> `running` (execs whose main runs) and `kept` (execs
-        of which only background processes are left); they go on in every copy.
+        `illegal_transition` while an exec runs; nothing has changed then. Afterwards it refuses everything but `identify`, whether restored
+        or not. -> `kept`: execs of which background processes are left; they go on in every copy.
         """
         answer = await self._request("quiesce", fence=fence, patience=_SYNC_S)
         numbers: dict[str, int] = self._checked(check_numbers, answer)

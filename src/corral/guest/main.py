@@ -391,15 +391,17 @@ class Guest:
         return {"floor": list(self.floor), "clock_ms": int(time.time() * 1000)}
 
     def _quiesce(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        running = [job.exec_id for job in self.runner.by_supervisor.values() if not job.finished]
+        if running:
+            # Its end would be told in every copy, to nobody.
+            raise Refusal("illegal_transition", f"an exec runs: {running[0]}")
         self.quiet = True
         self.quiet_since = time.monotonic()
         self.deadline.begin_quiet(self.quiet_since)
         self.wants_standby = False
         self.runner.rest(time.monotonic() + END_PATIENCE_S)
         os.sync()
-        living = self.runner.by_supervisor.values()
-        running = sum(not job.finished for job in living)
-        return {"running": running, "kept": len(living) - running}
+        return {"kept": len(self.runner.by_supervisor)}
 
     def _fence(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         mode = request.get("mode")

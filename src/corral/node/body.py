@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from corral.channel import GuestClient
@@ -63,6 +63,12 @@ class Body:
         self.execs: dict[str, Exec] = {}
         self.transfers = 0
         """File transfers under way: processes inside that belong to no exec."""
+        self.visits = 0
+        """Looks at its files and changes of them from the host's side that are under way."""
+        self.saving = False
+        """A snapshot of its memory is being made: nothing begins, see `check_free`."""
+        self.leaving = False
+        """That snapshot is being written: the end that comes with it is no news."""
         self.background = False
         """An exec that is over left processes behind."""
         self.look: Look | None = None
@@ -88,6 +94,37 @@ class Body:
     def is_quiet(self) -> bool:
         """No program of the sandbox runs, as far as we know."""
         return not (self.execs or self.transfers or self.background)
+
+    # -- snapshots of memory -------------------------------------------------------------------------------------------
+    def check_free(self) -> None:
+        """`illegal_transition` while a snapshot is made: what begins now would go on in every copy, and its end be told nowhere."""
+        if self.saving:
+            raise CorralError(
+                "illegal_transition",
+                "a snapshot of the sandbox is being made",
+                hint="try again when it is done",
+                retryable=True,
+            )
+
+    def reserve(self) -> None:
+        """Begin a snapshot: from now on `check_free` refuses. `illegal_transition` while something is under way."""
+        self.check_free()
+        if self.execs or self.transfers or self.visits:
+            # Its outcome would be told nowhere: not here, where it ends, and in every copy, where nobody waits for it.
+            raise CorralError(
+                "illegal_transition", "a program or a file transfer runs; its end comes first", retryable=True
+            )
+        self.saving = True
+
+    @contextlib.contextmanager
+    def visit(self) -> Iterator[None]:
+        """Around what reaches for its files from the host's side."""
+        self.check_free()
+        self.visits += 1
+        try:
+            yield
+        finally:
+            self.visits -= 1
 
     # -- connection ----------------------------------------------------------------------------------------------------
     @property

@@ -81,6 +81,7 @@ class Exec:
     # -- start ---------------------------------------------------------------------------------------------------------
     async def start(self, spec: dict[str, Any], fence: Fence) -> None:
         """Send the frame, at most once; returns when main runs or certainly does not. A refusal by the guest is raised."""
+        self.body.check_free()
         self.body.execs[self.exec_id] = self
         try:
             await self.meter.begin(alone=len(self.body.execs) == 1)

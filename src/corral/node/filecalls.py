@@ -128,14 +128,15 @@ class FileCalls(ABC):
     async def _on_disk(self, instance_id: str) -> AsyncIterator[Body]:
         """Work of the host on a live instance's files: what it misses because the instance ends under it is told by that end."""
         body = self._alive(instance_id)
-        try:
-            yield body
-        except (OSError, CorralError) as error:
-            if body.destroying is not None:
-                raise CorralError("sandbox_deleted", f"instance {instance_id} is being destroyed") from error
-            if body.gone.is_set():
-                raise CorralError("sandbox_lost", f"instance {instance_id} is not alive here") from error
-            raise
+        with body.visit():
+            try:
+                yield body
+            except (OSError, CorralError) as error:
+                if body.destroying is not None:
+                    raise CorralError("sandbox_deleted", f"instance {instance_id} is being destroyed") from error
+                if body.gone.is_set():
+                    raise CorralError("sandbox_lost", f"instance {instance_id} is not alive here") from error
+                raise
 
     @contextlib.asynccontextmanager
     async def _changing(self, instance_id: str, fence: Fence) -> AsyncIterator[Body]:
@@ -168,16 +169,17 @@ class FileCalls(ABC):
             return Collected((), False, (), ())
         looks: list[Look] = []
         quiet, body.look = body.is_quiet, None
-        found = await files.collect(
-            body.tree,
-            self._mark_path(instance_id),
-            outputs=outputs,
-            max_bytes=max_bytes,
-            into=into,
-            mark=mark,
-            settle=not quiet,
-            seen=looks.append,
-        )
+        with body.visit():
+            found = await files.collect(
+                body.tree,
+                self._mark_path(instance_id),
+                outputs=outputs,
+                max_bytes=max_bytes,
+                into=into,
+                mark=mark,
+                settle=not quiet,
+                seen=looks.append,
+            )
         if quiet and body.is_quiet and looks:
             body.look = looks[0]
         return found

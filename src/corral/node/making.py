@@ -14,7 +14,7 @@ from corral import faults
 from corral.errors import CorralError
 from corral.linux import disk, sockets
 from corral.linux.guesttree import remove_tree
-from corral.node import files
+from corral.node import files, snapshots
 from corral.node.body import SOCKET, Body
 from corral.node.interpreter import GUEST_ARGV
 from corral.node.journal import InstanceEntry, Journal
@@ -107,7 +107,8 @@ async def make(
             control.close()
         faults.point("node.create.made")
         clock.lap("runtime_ms")
-        data |= {"ref": ref_to_json(instance.ref), "disk_base": empty_disk(instance.tree)}
+        data["ref"] = ref_to_json(instance.ref)
+        data.setdefault("disk_base", empty_disk(instance.tree))  # a restored disk is not empty: its facts tell
         body = body_of(instance, data)
         # Beside the guest's own start, which takes longer.
         marked = files.mark(instance.tree, files.mark_path(directory))
@@ -156,6 +157,8 @@ async def undo(journal: Journal, runtime: Runtime, directory: str, instance_id: 
     left = list(evidence.left)
     if evidence.clean:
         left += await asyncio.to_thread(remove_tree, directory)
+        if entry is not None and (save := entry.data.get("saving")) is not None:
+            left += await asyncio.to_thread(snapshots.discard_half, instance_id, save["into"], save["made"])
     if left:
         return Evidence(False, tuple(left), evidence.notes)
     journal.drop_instance(instance_id)

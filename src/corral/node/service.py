@@ -84,6 +84,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         self._bodies: dict[str, Body] = {}
         self._creating: dict[str, asyncio.Future[InstanceReport]] = {}
         self._destroying: dict[str, asyncio.Task[Evidence]] = {}
+        self._saves = set()
         self._execs: dict[str, Exec] = {}
         self._unnoted: dict[str, dict[str, Any]] = {}
         """Execs that run and are not yet journalled as running."""
@@ -127,6 +128,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
                 )
 
     async def close(self) -> None:
+        await self._await_saves()
         bodies = list(self._bodies.values())
         for job in list(self._execs.values()):
             self._note_running(job)
@@ -163,6 +165,8 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         body = self._body(entry.instance_id, runtime, instance, entry.data)
         body.background = True  # what earlier execs left is not remembered
         client = await body.client()
+        if client.hello.quiet:
+            await self._wake(body)
         if client.hello.floor < entry.floor:
             await client.fence(entry.floor, "adopt")
         self._bodies[entry.instance_id] = body
@@ -201,6 +205,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
                 body.spawn(job.end(one.ended_by))
             elif (given := job.spool.saved_input()) is not None:
                 body.spawn(self._feed(body, one.exec_id, *given))
+        await self._forget_save(entry.instance_id)
         body.watch(max(0.0, entry.data["deadline_at"] - time.monotonic()))
         return body
 
@@ -226,7 +231,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
 
     async def _gone(self, body: Body) -> None:
         """PID 1 of a body ended. If nobody asked for it, the control plane has to hear of it."""
-        if body.destroying is not None or self._bodies.get(body.instance_id) is not body:
+        if body.destroying is not None or body.leaving or self._bodies.get(body.instance_id) is not body:
             return
         with contextlib.suppress(CorralError, KeyError):
             self._journal.set_instance(body.instance_id, state="condemned")
@@ -300,7 +305,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         if not info.usable:
             raise CorralError("runtime_unavailable", f"{request.runtime}: {info.reason}", hint="see `corral doctor`")
         template = await self._templates.ensure(request.template, progress)
-        born_as = {}
+        snapshotted: dict[str, Any] = {}
         if image is None:
             interpreter = str(await asyncio.to_thread(ensure_interpreter, self._state, progress))
         else:
@@ -315,7 +320,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
                 unsafe=request.unsafe,
             )
             interpreter = snapshots.interpreter(self._state, snapshot)
-            born_as = {"born_as": snapshot.instance_id}
+            snapshotted = {"born_as": snapshot.instance_id, "disk_base": snapshot.disk_base}
         clock.lap("template_ms")
         deadline_at = time.monotonic() + request.deadline_s
         body = await making.make(
@@ -334,7 +339,8 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
                 "limits": dataclasses.asdict(request.limits),
                 "deadline_at": deadline_at,
                 "interpreter": os.path.basename(interpreter),
-                **born_as,
+                "sandbox_id": request.sandbox_id,
+                **snapshotted,
             },
             image=image,
             body_of=lambda instance, data: self._body(request.instance_id, runtime, instance, data),
@@ -399,6 +405,8 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         body = self._bodies.get(instance_id)
         if body is not None and body.destroying is not None:
             raise CorralError("sandbox_deleted", f"instance {instance_id} is being destroyed")
+        if body is not None:
+            body.check_free()
         if body is None or body.gone.is_set():
             known = instance_id in self._journal.instances
             raise CorralError("sandbox_lost" if known else "not_found", f"instance {instance_id} is not alive here")

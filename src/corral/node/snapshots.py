@@ -1,14 +1,22 @@
 """Snapshots of memory: an instance as files, and instances made of such files. Only runtimes that declare `memory_snapshot` have it.
 
-Below the directory of a snapshot lie the runtime's own files and `snapshot.json`, written last: without it there is no snapshot. It
-says what an instance needs that goes on from these files: the same base, interpreter, limits and defences, which are in the memory already.
+Below the directory of a snapshot lie the runtime's own files and `snapshot.json`, written last, when all the others are on disk: without
+it there is no snapshot. It says what an instance needs that goes on from these files: the same base, interpreter, limits and defences,
+which are in the memory already.
+
+While one is made the journal's entry of the instance says where (`saving`), and `snapshot.partial` lies there and says of whom. So
+whatever ends the making, one of two things is left, at once or when the node opens again: an instance that goes on and no file, or no
+instance. In the second case the snapshot is whole, or there is no file of it either.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,13 +26,19 @@ from corral import faults
 from corral.domain.fence import Fence
 from corral.domain.limits import Limits
 from corral.errors import CorralError
+from corral.linux.guesttree import remove_tree
 from corral.node.body import Body
 from corral.node.journal import Journal
 from corral.node.probes import Probes
 from corral.ports.runtime import Evidence, Runtime, SupportsMemorySnapshot
 
 MANIFEST = "snapshot.json"
-FORMAT = 2
+PARTIAL = "snapshot.partial"
+FORMAT = 3
+WAKE_S = 20.0
+"""How long the instance of a snapshot that failed may take to show that it is still of use."""
+SAVE_S = 60.0
+"""How long a node that closes waits for a snapshot that is being written."""
 _IN_MEMORY = ("memory_bytes", "cpu", "pids", "disk_bytes", "inodes", "tmp_bytes", "open_files")
 """Limits that an instance is born with: of the sandbox, not of an exec."""
 
@@ -45,6 +59,8 @@ class Snapshot:
     """Profile of system calls: the programs' filter is compiled for it, and lives in the memory."""
     unsafe: tuple[str, ...]
     """Defences that were switched off."""
+    disk_base: int
+    """Bytes that its disk used when it was empty."""
 
     def check(
         self,
@@ -70,14 +86,69 @@ class Snapshot:
                 raise CorralError("conflict", f"the snapshot is of another {what}", retryable=False)
 
 
-def write(directory: str, snapshot: Snapshot) -> None:
-    """The manifest appears whole or not at all, and on disk."""
+def begin(directory: str, instance_id: str) -> None:
+    """Take the directory, an empty one or one that is made now, for the snapshot of this instance. `conflict` where it is not empty."""
+    try:
+        os.makedirs(directory, 0o700, exist_ok=True)
+        if os.listdir(directory):
+            raise CorralError("conflict", f"{directory} is not empty", retryable=False)
+        os.symlink(instance_id, os.path.join(directory, PARTIAL))  # there with its word, or not at all
+    except OSError as error:
+        raise CorralError("infra_error", f"the snapshot could not be made: {error}", retryable=False) from error
+
+
+def seal(directory: str, snapshot: Snapshot) -> None:
+    """What the runtime has written becomes a snapshot: on disk first, then the manifest, whole or not at all."""
+    for name in sorted(os.listdir(directory)):
+        if name != PARTIAL:
+            _sync(os.path.join(directory, name))
+    _sync(directory)
+    faults.point("node.checkpoint.synced")
     aside = os.path.join(directory, f"{MANIFEST}.new")
     with open(aside, "w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **dataclasses.asdict(snapshot)}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, os.path.join(directory, MANIFEST))
+    _sync(directory)
+    _sync(os.path.dirname(os.path.abspath(directory)))
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(directory, PARTIAL))
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def discard_half(instance_id: str, directory: str, made: bool) -> list[str]:
+    """Remove what a snapshot of this instance that never became whole has left, and nothing else; -> what could not be removed.
+
+    `made`: the directory was made for it, and goes too.
+    """
+    partial = os.path.join(directory, PARTIAL)
+    try:
+        if os.readlink(partial) != instance_id:
+            return []
+    except OSError:
+        if made:
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)  # nothing came
+        return []
+    left: list[str] = []
+    with contextlib.suppress(CorralError):
+        if read(directory).instance_id == instance_id:
+            os.unlink(partial)  # it is whole
+            return []
+    for name in sorted(os.listdir(directory), key=lambda name: name == PARTIAL):  # what says whose it is goes last
+        left += remove_tree(os.path.join(directory, name))
+    if made and not left:
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
+    return left
 
 
 def read(directory: str) -> Snapshot:
@@ -105,6 +176,8 @@ class MemorySnapshots(ABC):
 
     _journal: Journal
     _probes: Probes
+    _saves: set[asyncio.Task[Any]]
+    _lost: asyncio.Queue[str]
 
     @abstractmethod
     def _alive(self, instance_id: str) -> Body:
@@ -125,35 +198,158 @@ class MemorySnapshots(ABC):
     async def checkpoint_instance(self, instance_id: str, fence: Fence, into: str) -> Evidence:
         body = self._alive(instance_id)
         self._check_fence(body, fence)
-        data = self._journal.instances[instance_id].data
-        runtime = await self._snapshotting(data["runtime"], body.runtime)
-        if body.execs or body.transfers:
-            # Its outcome would be told nowhere: not here, where it ends, and in every copy, where nobody waits for it.
-            raise CorralError(
-                "illegal_transition", "a program or a file transfer runs; its end comes first", retryable=True
-            )
-        os.makedirs(into, 0o700, exist_ok=True)
-        if os.listdir(into):
-            raise CorralError("conflict", f"{into} is not empty", retryable=False)
-        await (await body.client()).quiesce(fence)
-        body.destroying = "snapshot"  # from here on its end is ours, and no news
-        self._journal.set_instance(instance_id, state="condemned")
-        faults.point("node.checkpoint.condemned")
+        body.reserve()  # before anything is awaited: nothing can begin between this look and the guest's own
+        save = _Save(body, fence, os.path.abspath(into))
+        # A task of its own: who asked may go away in the middle. Before anything is written that ends it, later nothing does.
+        task = asyncio.create_task(self._save(save))
+        self._saves.add(task)
+        task.add_done_callback(self._saves.discard)
         try:
-            await runtime.checkpoint(body.ref, into)
-        except CorralError:
-            await self.destroy(instance_id, "snapshot")
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if save.writing is None:
+                task.cancel()
+                await asyncio.wait({task})
             raise
-        snapshot = Snapshot(
-            instance_id=instance_id,
-            runtime=data["runtime"],
-            version=(await self._probes.one(data["runtime"])).version,
-            template_digest=data["template_digest"],
-            interpreter=data["interpreter"],
-            limits=body.limits,
-            seccomp=data.get("seccomp", "default"),
-            unsafe=tuple(data.get("unsafe", ())),
-        )
-        write(into, snapshot)
-        faults.point("node.checkpoint.written")
+
+    async def _save(self, save: _Save) -> Evidence:
+        body, instance_id = save.body, save.body.instance_id
+        try:
+            self._still(body)
+            data = self._journal.instances[instance_id].data
+            runtime = await self._snapshotting(data["runtime"], body.runtime)
+            snapshot = Snapshot(
+                instance_id=instance_id,
+                runtime=data["runtime"],
+                version=(await self._probes.one(data["runtime"])).version,
+                template_digest=data["template_digest"],
+                interpreter=data["interpreter"],
+                limits=body.limits,
+                seccomp=data.get("seccomp", "default"),
+                unsafe=tuple(data.get("unsafe", ())),
+                disk_base=body.disk_base,
+            )
+            self._still(body)
+            self._note_save(instance_id, {"into": save.into, "made": not os.path.lexists(save.into)})
+            begin(save.into, instance_id)
+            faults.point("node.checkpoint.begun")
+            save.asked = True
+            await _quiesce(body, save.fence)
+            faults.point("node.checkpoint.quiet")
+            self._still(body)
+            body.leaving = True
+            self._journal.set_instance(instance_id, state="condemned")
+            faults.point("node.checkpoint.condemned")
+            save.writing = asyncio.ensure_future(_write(runtime, body, save.into, snapshot))
+            await asyncio.shield(save.writing)
+            faults.point("node.checkpoint.written")
+        except BaseException:
+            back = asyncio.create_task(self._take_back(save))  # whole, whoever goes away meanwhile
+            self._saves.add(back)
+            back.add_done_callback(self._saves.discard)
+            await asyncio.shield(back)
+            raise
         return await self.destroy(instance_id, "snapshot")
+
+    def _still(self, body: Body) -> None:
+        if body.destroying is not None:
+            raise CorralError("sandbox_deleted", f"instance {body.instance_id} is being destroyed")
+        if body.gone.is_set():
+            raise CorralError("sandbox_lost", f"instance {body.instance_id} has ended")
+
+    def _note_save(self, instance_id: str, save: dict[str, Any] | None) -> None:
+        """Where a snapshot of it is being made, in the journal."""
+        entry = self._journal.instances[instance_id]
+        data = {name: value for name, value in entry.data.items() if name != "saving"}
+        if save is not None:
+            data["saving"] = save
+        self._journal.put_instance(dataclasses.replace(entry, data=data))
+
+    async def _take_back(self, save: _Save) -> None:
+        """After a failure: an instance that goes on, or none; no file of the snapshot either way."""
+        body, instance_id = save.body, save.body.instance_id
+        try:
+            if save.writing is not None:
+                await asyncio.wait({save.writing})
+            if await self._goes_on(save):
+                body.drop_base()
+                if body.leaving:
+                    self._journal.set_instance(instance_id, state="live")
+                await self._forget_save(instance_id)
+            elif body.destroying is not None:
+                await self.destroy(instance_id, "snapshot")
+            elif body.leaving:
+                await self.destroy(instance_id, "snapshot")  # with it what there is of the snapshot
+                self._lost.put_nowait(instance_id)
+            else:
+                await self._forget_save(instance_id)  # it ended by itself, and whoever has it hears of that
+        finally:
+            body.saving = body.leaving = False
+
+    async def _goes_on(self, save: _Save) -> bool:
+        """Whether it is still of use; it serves again then."""
+        body = save.body
+        if body.destroying is not None or body.gone.is_set():
+            return False
+        if not save.asked:
+            return True
+        try:
+            async with asyncio.timeout(WAKE_S):
+                if await body.runtime.attach(body.ref) is None:
+                    return False
+                await self._wake(body)
+        except (CorralError, OSError, TimeoutError):
+            return False
+        return body.destroying is None and not body.gone.is_set()
+
+    async def _wake(self, body: Body) -> None:
+        """End the quiet of a guest whose memory was not saved: it is who it was."""
+        sandbox_id = self._journal.instances[body.instance_id].data["sandbox_id"]
+        client = await body.client()
+        await client.identify(
+            sandbox_id, body.floor, now=time.time(), entropy=os.urandom(32), instance_id=body.instance_id
+        )
+
+    async def _forget_save(self, instance_id: str) -> None:
+        """No snapshot is being made of it any more: what there was of one goes."""
+        entry = self._journal.instances.get(instance_id)
+        if entry is None or (save := entry.data.get("saving")) is None:
+            return
+        if not await asyncio.to_thread(discard_half, instance_id, save["into"], save["made"]):
+            self._note_save(instance_id, None)
+
+    async def _await_saves(self) -> None:
+        """Before the node closes: a snapshot that is being written shall be whole."""
+        if self._saves:
+            await asyncio.wait(set(self._saves), timeout=SAVE_S)
+
+
+@dataclass
+class _Save:
+    """A snapshot that is being made."""
+
+    body: Body
+    fence: Fence
+    into: str
+    asked: bool = False
+    """The guest was asked to be quiet."""
+    writing: asyncio.Future[None] | None = None
+
+
+async def _quiesce(body: Body, fence: Fence) -> None:
+    client = await body.client()
+    try:
+        await client.quiesce(fence)
+    except CorralError as error:
+        if error.code != "illegal_transition":
+            raise
+        raise CorralError("illegal_transition", error.detail, retryable=True) from error
+
+
+async def _write(runtime: SupportsMemorySnapshot, body: Body, into: str, snapshot: Snapshot) -> None:
+    await runtime.checkpoint(body.ref, into)
+    faults.point("node.checkpoint.files")
+    try:
+        await asyncio.to_thread(seal, into, snapshot)
+    except OSError as error:
+        raise CorralError("infra_error", f"the snapshot could not be kept: {error}", retryable=False) from error

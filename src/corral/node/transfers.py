@@ -93,6 +93,7 @@ class Inside:
 
     async def start(self) -> None:
         """From here on `stop` must follow."""
+        self.body.check_free()
         self.body.transfers += 1
         self._counted = True
         self.body.drop_base()

@@ -419,8 +419,10 @@ class SupportsMemorySnapshots(Protocol):
     async def checkpoint_instance(self, instance_id: str, fence: Fence, into: str) -> Evidence:
         """Write the instance under `into` (an empty or new directory) and remove it: what goes on is made by `restore_instance`.
 
-        `illegal_transition` while a program or a transfer runs; what programs left behind goes on in each copy. After `infra_error`
-        there is no snapshot and the instance is gone too.
+        `illegal_transition` while a program, a transfer or another snapshot is under way, and for all of these while this one is; what
+        programs left behind goes on in each copy. After an error, a cancellation, or the death of the node at any moment there is the
+        instance, which goes on, and no file; or no instance, and the snapshot is whole or there is no file of it. A call that is
+        cancelled while the memory is being written leaves the writing to its end.
         """
         ...
 

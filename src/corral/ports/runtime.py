@@ -187,9 +187,10 @@ class SupportsMemorySnapshot(Protocol):
     """Optional: an instance with its memory as files, to go on from as often as wanted. The guest was asked to quiesce before."""
 
     async def checkpoint(self, ref: InstanceRef, into: str) -> None:
-        """Write the instance under `into` (an empty directory of ours, 0700); it has stopped when this returns, and only `destroy` is left.
+        """Write the instance under `into` (a directory of ours, 0700, with nothing in it but `snapshot.partial`, which stays as it is).
 
-        Raises `infra_error` when it failed; what is under `into` is then of no use, and the instance may have stopped too.
+        It has stopped when this returns, and only `destroy` is left. Raises `infra_error` when it failed; what is under `into` is then of
+        no use, and the instance may have stopped too: `attach` tells. `kill` while it runs makes it fail.
         """
         ...
 

@@ -38,7 +38,7 @@ async def test_nobody_stands_by_and_nothing_is_served_until_the_guest_is_identif
     client = await quiet.connect()
     assert (await quiet.run(client, "echo", "one")).stdout == b"one\n"
     assert len(processes.descendants(quiet.process.pid)) > 1, "the guest and who stands by"
-    assert await client.quiesce(FENCE) == {"running": 0, "kept": 0}
+    assert await client.quiesce(FENCE) == {"kept": 0}
     assert len(processes.descendants(quiet.process.pid)) == 1
     for attempt in (
         client.ping(),
@@ -67,22 +67,34 @@ async def test_a_copy_is_another_sandbox_with_fences_of_its_own(quiet: RunningGu
     client = await quiet.connect()
     await client.fence(Fence(1, 700), "adopt")
     old = Fence(1, 700)
-    spec = quiet.spec("sh", "-c", "echo before; read x; echo after $x; (sleep 100 &); exit 3", stdin="open")
+    spec = quiet.spec("sh", "-c", "(sleep 100 &); exit 3")
     await client.start_exec(spec, fence=old)
-    assert await client.quiesce(old) == {"running": 1, "kept": 0}
+    left = await quiet.follow(client, spec["exec_id"])
+    assert (left.status["exit_code"], left.status["background"]) == (3, 1)
+    assert await client.quiesce(old) == {"kept": 1}
     client = await quiet.connect()
     fresh = Fence(1, 2)
     await identify(client, "sbx_copy", fresh, "ins_copy")
     client = await quiet.connect()
     assert (client.hello.instance_id, client.hello.floor, client.hello.quiet) == ("ins_copy", fresh, False)
-    # What ran goes on, and what it wrote is still there.
-    await client.stdin(spec["exec_id"], b"all\n", fence=fresh)
-    result = await quiet.follow(client, spec["exec_id"])
-    assert (result.stdout, result.status["exit_code"], result.status["background"]) == (b"before\nafter all\n", 3, 1)
-    # It is older than any fence of the copy.
+    # What was left behind goes on, and is older than any fence of the copy.
+    assert (await client.usage())["processes"] > 0
     assert (await client.fence(Fence(1, 3), "kill"))["killed_all"] is True
     assert (await client.usage())["processes"] == 0
     assert await refusal(client.kill_all(fence=fresh)) == "lease_lost"
+
+
+async def test_it_does_not_become_quiet_while_an_exec_runs(quiet: RunningGuest) -> None:
+    client = await quiet.connect()
+    spec = quiet.spec("sh", "-c", "echo before; read x; echo after $x", stdin="open")
+    await client.start_exec(spec, fence=FENCE)
+    assert await refusal(client.quiesce(FENCE)) == "illegal_transition"
+    # Nothing has changed: it serves, and nobody was sent away.
+    assert (await quiet.run(client, "echo", "beside")).stdout == b"beside\n"
+    await client.stdin(spec["exec_id"], b"all\n", fence=FENCE)
+    result = await quiet.follow(client, spec["exec_id"])
+    assert (result.stdout, result.status["exit_code"]) == (b"before\nafter all\n", 0)
+    assert await client.quiesce(FENCE) == {"kept": 0}
 
 
 async def test_only_the_owner_makes_it_quiet(quiet: RunningGuest) -> None:

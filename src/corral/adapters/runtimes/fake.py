@@ -28,6 +28,7 @@ from typing import Any
 
 from corral.domain.limits import LimitModes
 from corral.errors import CorralError
+from corral.linux import sockets
 from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, InstanceSpec, RuntimeInfo, Stats
 
 HELLO, REQUEST, REPLY, EVENT, DATA, ACK, INPUT = 1, 2, 3, 4, 5, 6, 7
@@ -229,6 +230,7 @@ class FakeGuest:
         self.gone = asyncio.Event()
         self.oom_kills = 0
         self.sandbox = ""
+        self.quiet = False
         self.floor = [0, 0]
         self.execs: dict[str, _Exec] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -307,6 +309,7 @@ class FakeGuest:
             "instance": self.instance_id,
             "capabilities": {},
             "identified": bool(self.sandbox),
+            "quiet": self.quiet,
             "floor": self.floor,
         }
 
@@ -327,13 +330,23 @@ class FakeGuest:
         self, writer: asyncio.StreamWriter, request: dict[str, Any], streams: dict[int, _Stream], data: bytes
     ) -> dict[str, Any]:
         operation, fence = request["op"], request.get("fence")
+        if self.quiet and operation != "identify":
+            raise CorralError("illegal_transition", "quiet until it is identified anew")
+        if self.quiet and request["sandbox"] != self.sandbox:
+            self.floor = [0, 0]
         if fence is not None:
             if fence < self.floor:
                 raise CorralError("lease_lost", f"the floor is {self.floor}")
             self.floor = max(self.floor, fence)
         if operation == "identify":
-            self.sandbox = request["sandbox"]
+            self.sandbox, self.quiet = request["sandbox"], False
+            self.instance_id = request.get("instance", self.instance_id)
             return {"floor": self.floor}
+        if operation == "quiesce":
+            if any(one.state == "running" for one in self.execs.values()):
+                raise CorralError("illegal_transition", "an exec runs")
+            self.quiet = True
+            return {"kept": 0}
         if operation == "deadline":
             self.set_deadline(request["seconds"])
             return {}
@@ -428,9 +441,8 @@ class FakeRuntime:
 
     async def probe(self) -> RuntimeInfo:
         modes = LimitModes(output="enforced", wall="enforced")
-        return RuntimeInfo(
-            self.name, True, None, 0, "1", {"host_pids": False, "two_uids": os.geteuid() == 0}, modes, 0.0
-        )
+        capabilities = {"host_pids": False, "two_uids": os.geteuid() == 0, "memory_snapshot": True}
+        return RuntimeInfo(self.name, True, None, 0, "1", capabilities, modes, 0.0)
 
     async def create(self, spec: InstanceSpec, control: socket.socket) -> Instance:
         if spec.instance_id not in self._guests:
@@ -448,6 +460,26 @@ class FakeRuntime:
             guest = self._guests[spec.instance_id] = FakeGuest(spec.instance_id, tree, listener, deadline)
             await guest.serve()
         return self._instance(self.partial_ref(spec.directory, spec.instance_id))
+
+    async def checkpoint(self, ref: InstanceRef, into: str) -> None:
+        """All that a guest here remembers is who it is."""
+        guest = self._guests.get(ref.instance_id)
+        if guest is None or guest.gone.is_set():
+            raise CorralError("infra_error", "there is no such guest")
+        with open(os.path.join(into, "memory"), "w", encoding="utf-8") as file:
+            json.dump([guest.instance_id, guest.sandbox, guest.floor], file)
+        await asyncio.to_thread(shutil.copytree, guest.tree, os.path.join(into, "disk"))
+        guest.end()
+
+    async def restore(self, spec: InstanceSpec, image: str) -> Instance:
+        await asyncio.to_thread(shutil.copytree, os.path.join(image, "disk"), os.path.join(spec.directory, "disk"))
+        with sockets.listen(spec.directory, "s") as control:
+            instance = await self.create(spec, control)
+        guest = self._guests[spec.instance_id]
+        with open(os.path.join(image, "memory"), encoding="utf-8") as file:
+            guest.instance_id, guest.sandbox, guest.floor = json.load(file)
+        guest.quiet = True
+        return instance
 
     def _instance(self, ref: InstanceRef) -> Instance:
         uid = 65534 if os.geteuid() == 0 else os.geteuid()
