@@ -379,13 +379,15 @@ def by_default(settings: config.Config) -> tuple[str, ...]:
 
 def make_node(settings: config.Config, installation_id: str) -> Node:
     """The node of this host, in process, with the configured runtimes."""
+    from corral.linux.userns import SubordinateRange
     from corral.node.service import LocalNode
     from corral.node.templates import Templates
 
+    ids = SubordinateRange(installation_id, state_dir=settings.state_dir, configured=settings.subuid_range)
     return LocalNode(
         settings.state_dir,
         {name: _runtime(name, settings, installation_id) for name in settings.runtimes or by_default(settings)},
-        Templates(settings.state_dir, settings.templates),
+        Templates(settings.state_dir, settings.templates, ids=ids),
         node_id="local",
         installation_id=installation_id,
     )

@@ -150,19 +150,15 @@ def _print(document: Json) -> None:
         moment = datetime.datetime.fromtimestamp(built_at, datetime.UTC)
         rows.append(("built at", moment.isoformat(timespec="seconds")))
     rows += [(word, " ".join(document[word])) for word in ("languages", "skills", "sandboxes")]
-    for word, value in {
-        **(document["image"] or {}),
-        **{k: document.get(k) for k in ("start", "ready", "health", "stop_signal")},
-    }.items():
-        rows.append(
-            (
-                f"image {word}" if word in (document["image"] or {}) else word,
-                value if isinstance(value, str) else " ".join(value or ()),
-            )
-        )
+    image = document["image"] or {}
+    rows += [(f"image {word}", value) for word, value in image.items() if word != "left_out"]
+    rows += [(word, document.get(word)) for word in ("start", "ready", "health", "stop_signal")]
+    left_out = image.get("left_out") or (document.get("archive") or {}).get("left_out") or {}
+    rows.append(("left out", [f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in left_out.items()]))
     for word, value in rows:
-        if value not in (None, ""):
-            terminal.put(f"{word}: {terminal.plain(str(value))}\n")
+        text = " ".join(value) if isinstance(value, list) else value
+        if text not in (None, ""):
+            terminal.put(f"{word}: {terminal.plain(str(text))}\n")
     packages = document["packages"] or {}
     if packages:
         terminal.put("\n")

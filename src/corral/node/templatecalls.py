@@ -1,4 +1,7 @@
-"""The part of the node port that is about templates; a base that an instance of the journal stands on is never removed."""
+"""The part of the node port that is about templates; a base that an instance of the journal stands on is never removed.
+
+Who stands on what is asked at the moment of the removal, when no other can begin: not when the call came.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ class TemplateCalls:
         return (await self._templates.ensure(name, progress, refresh=refresh, current=True)).digest
 
     async def remove_template(self, name: str, keep: frozenset[str]) -> Json:
-        return await asyncio.to_thread(self._templates.remove, name, keep | self._standing())
+        return await asyncio.to_thread(self._templates.remove, name, lambda: keep | self._standing())
 
     async def sweep_templates(self, keep: frozenset[str]) -> dict[str, int]:
-        return await asyncio.to_thread(self._templates.sweep, keep | self._standing())
+        return await asyncio.to_thread(self._templates.sweep, lambda: keep | self._standing())
 
     async def bases(self, keep: frozenset[str]) -> Json:
         return await asyncio.to_thread(self._templates.disk_use, keep | self._standing())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -32,7 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from corral.errors import CorralError
+from corral.linux import userns
 from corral.node import templates_debian
+from corral.node.templates_debian import Lack
 from corral.node.templates_frozen import freeze
 from corral.node.templates_images import pin, unpack_archive, unpack_image
 from corral.node.templates_recipe import NAME, TOOLS, Recipe, parse
@@ -42,6 +45,10 @@ from corral.node.templates_unpacking import Caps
 
 Json = dict[str, Any]
 Progress = Callable[[str, float | None], None]
+InUse = Callable[[], frozenset[str]]
+"""Digests of the bases that somebody stands on, as it is when it is called."""
+FACTS = ("size_bytes", "files", "built_at", "build_s", "packages", "archive", "image")
+"""What is told of a base from what its build noted."""
 UNUSED_S = 24 * 3600.0
 """How long a base that no template has any more is kept."""
 
@@ -62,9 +69,15 @@ class Templates:
     """The operator's recipes (the directory `recipes`, and STATE/templates) and their bases under `state_dir`."""
 
     def __init__(
-        self, state_dir: str | os.PathLike[str], recipes: str | os.PathLike[str], caps: Caps | None = None
+        self,
+        state_dir: str | os.PathLike[str],
+        recipes: str | os.PathLike[str],
+        caps: Caps | None = None,
+        ids: userns.SubordinateRange | None = None,
     ) -> None:
+        """`ids`: of the installation, for what root builds as nobody of this host; without one this store claims its own."""
         self._state = Path(state_dir)
+        self._ids = ids or userns.SubordinateRange(f"templates of {self._state}", state_dir=str(self._state))
         self._store = self._state / "base"
         self._places = (Path(recipes), self._state / "templates")
         self._caps = caps or Caps()
@@ -163,7 +176,8 @@ class Templates:
             recipe, reason = Recipe(name, "frozen", "a recipe that cannot be read"), error.detail
         built = self.built(name)
         if built is None:
-            reason = reason or self._cannot_build(recipe)
+            lack = self._cannot_build(recipe)
+            reason = reason or (lack.reason if lack else None)
         return {
             "name": name,
             "digest": built.digest if built else None,
@@ -183,7 +197,7 @@ class Templates:
         return {
             **self._summary(name),
             "path": built.path if built else None,
-            **{fact: about.get(fact) for fact in ("size_bytes", "files", "built_at", "build_s", "packages", "image")},
+            **{fact: about.get(fact) for fact in FACTS},
             "recipe": document,
             **{word: document.get(word) for word in ("start", "ready", "health", "stop_signal")},
         }
@@ -239,7 +253,19 @@ class Templates:
         if not (refresh or current) and (built := self.built(name)) is not None:
             return built
         asked_at = time.time()
-        return await _beside(lambda: self._ensure(name, progress, refresh, current, asked_at))
+
+        def work() -> Template:
+            try:
+                return self._ensure(name, progress, refresh, current, asked_at)
+            except CorralError:
+                raise
+            except (OSError, subprocess.SubprocessError) as error:
+                raise self._failure(name, error) from error
+            except Exception as error:  # whoever waits for a sandbox is to be told by a code, too
+                told = f"the build of the template {name} failed: {type(error).__name__}: {error}"
+                raise CorralError("infra_error", told, hint="this is a fault of Corral") from error
+
+        return await _beside(work)
 
     def _there(self, recipe: Recipe, current: bool) -> Template | None:
         built, record = self.built(recipe.name), self._record(recipe.name) or {}
@@ -251,13 +277,14 @@ class Templates:
         recipe = self.recipe(name)
         if not refresh and (built := self._there(recipe, current)) is not None:
             return built
-        if reason := self._cannot_build(recipe):
-            raise CorralError("template_unavailable", f"template {name}: {reason}", hint="see `corral template ls`")
+        if lack := self._cannot_build(recipe):
+            raise CorralError("template_unavailable", f"template {name}: {lack.reason}", hint=lack.hint)
         self._store.mkdir(parents=True, exist_ok=True)
         self._store.chmod(0o755)
         with self._building, self._locked():
             record = self._record(name) or {}
-            while_we_waited = record.get("built_at", 0) >= asked_at
+            # What was begun before may have read what this refresh is to take anew.
+            while_we_waited = record.get("began_at", 0) >= asked_at
             if (not refresh or while_we_waited) and (built := self._there(recipe, current)) is not None:
                 return built
             self._remove_unfinished()
@@ -266,14 +293,21 @@ class Templates:
             root.mkdir()
             try:
                 return self._build(recipe, root, progress or (lambda _text, _part: None), time.time())
-            except (OSError, subprocess.SubprocessError) as error:
-                raise CorralError(
-                    "template_unavailable",
-                    f"template {name} cannot be built: {error}",
-                    hint="check free space in the state directory and, for packages, the package index",
-                ) from error
             finally:
-                _remove(work)
+                self._discard(work)
+
+    def _failure(self, name: str, error: Exception) -> CorralError:
+        detail, hint = str(error), "check the state directory's disk and, for packages, the package index"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            places = [self._store] if os.geteuid() == 0 else [self._store, Path(tempfile.gettempdir())]
+            free = " and ".join(f"of {place} ({shutil.disk_usage(place).free >> 20} MiB are free)" for place in places)
+            detail = "the disk is full: " + ": ".join(str(word) for word in (error.strerror, error.filename) if word)
+            hint = f"free space on the disk {free}, then build again"
+        return CorralError("template_unavailable", f"template {name} cannot be built: {detail}", hint=hint)
+
+    def _foreign_ids(self, work: Path) -> int | None:
+        """The first of host ids that are nobody's, for root; `_discard` gives them back, and finds them by the name of the build."""
+        return self._ids.allocate(work.name) if os.geteuid() == 0 else None
 
     def _build(self, recipe: Recipe, root: Path, progress: Progress, began: float) -> Template:
         name = recipe.name
@@ -281,7 +315,7 @@ class Templates:
         if recipe.kind == "frozen":
             freeze(recipe, root, progress)
         elif recipe.kind == "debian":
-            templates_debian.unpack(recipe, root, progress)
+            templates_debian.unpack(recipe, root, progress, self._foreign_ids(root.parent))
         elif recipe.kind == "archive":
             about = unpack_archive(recipe, root, progress, self._caps)
         else:
@@ -305,7 +339,7 @@ class Templates:
             "languages": languages,
             "seccomp": recipe.seccomp,
             "recipe": _digest_of(recipe),
-            "built_at": about["built_at"],
+            "began_at": began,
         }
         with self._guard:
             before = self.built(name)
@@ -320,59 +354,83 @@ class Templates:
         return Template(name, sealed.digest, str(final), languages, recipe.seccomp or "default")
 
     @staticmethod
-    def _cannot_build(recipe: Recipe) -> str | None:
+    def _cannot_build(recipe: Recipe) -> Lack | None:
         if recipe.kind == "debian":
             return templates_debian.cannot_build(recipe)
         source = recipe.archive if recipe.kind == "archive" else recipe.image
         if source is not None and not os.path.exists(source):
-            return f"{source} is not there"
+            return Lack(f"{source} is not there", "put it back, or build the template from where it is now")
         return None
 
     # -- removing ------------------------------------------------------------------------------------------------------------------
-    def remove(self, name: str, in_use: frozenset[str]) -> Json:
+    def remove(self, name: str, in_use: InUse) -> Json:
         """Forget the base, and the recipe if it is the operator's own; -> `{"name","digest","freed_bytes"}`.
 
-        `template_in_use` while a sandbox is made of it or one of `in_use`, digests, is its base. A base that another template has too
-        stays.
+        `template_in_use` while a sandbox is made of it or its base is one of `in_use`, `conflict` while anything is built or removed:
+        it waits for nobody. A base that another template has too stays.
         """
         self.recipe(name)
-        with self._building, self._locked():
-            built = self.built(name)
-            with self._guard:
-                if self._held[name] or (built is not None and built.digest in in_use):
-                    raise CorralError(
-                        "template_in_use", f"a sandbox uses the template {name}", hint="remove the sandbox first"
-                    )
-                (self._store / f"{name}.json").unlink(missing_ok=True)
-                (self._places[1] / f"{name}.yaml").unlink(missing_ok=True)
-            if built is None:
-                return {"name": name, "digest": None, "freed_bytes": 0}
-            shared = any((self._record(other) or {}).get("digest") == built.digest for other in self.names())
-            mine = Path(built.path).parent == self._store
-            freed = self._about(built.path).get("size_bytes") if mine and not shared else 0
-            if mine and not shared:
-                self._remove_base(Path(built.path))
-            return {"name": name, "digest": built.digest, "freed_bytes": freed}
+        if not self._building.acquire(blocking=False):
+            raise _busy(name)
+        try:
+            with self._locked(wait=False):
+                return self._remove_locked(name, in_use)
+        except BlockingIOError:
+            raise _busy(name) from None
+        finally:
+            self._building.release()
 
-    def sweep(self, keep: frozenset[str], age_s: float = UNUSED_S) -> dict[str, int]:
-        """Remove what killed builds left and, after `age_s`, bases that no template has and no digest of `keep` needs; -> counts."""
+    def _remove_locked(self, name: str, in_use: InUse) -> Json:
+        built = self.built(name)
+        path = Path(built.path) if built is not None else None
+        freed = self._about(built.path).get("size_bytes") if built is not None else 0
+        aside = None
+        with self._guard:  # from here on nobody begins a sandbox of it
+            if self._held[name] or (built is not None and built.digest in in_use()):
+                raise CorralError(
+                    "template_in_use", f"a sandbox uses the template {name}", hint="remove the sandbox first"
+                )
+            (self._store / f"{name}.json").unlink(missing_ok=True)
+            (self._places[1] / f"{name}.yaml").unlink(missing_ok=True)
+            if path is not None and path.parent == self._store and str(path) not in self._used_paths():
+                if any(
+                    self._held.values()
+                ):  # of another template that had the same base a moment ago: the sweep takes it
+                    self._superseded(str(path))
+                else:
+                    aside = self._set_aside(path)
+        if aside is not None:
+            _remove(aside)
+        return {
+            "name": name,
+            "digest": built.digest if built is not None else None,
+            "freed_bytes": freed if aside is not None or built is None else 0,
+        }
+
+    def sweep(self, in_use: InUse, age_s: float = UNUSED_S) -> dict[str, int]:
+        """Remove what killed builds left and, after `age_s`, bases that no template has and nobody of `in_use` needs; -> counts."""
         counts = {"template_build": 0, "base": 0}
         if not self._store.is_dir():
             return counts
         with contextlib.suppress(BlockingIOError), self._locked(wait=False):
             counts["template_build"] = self._remove_unfinished()
             for path in self._bases():
+                note = Path(f"{path}.about.json")
+                since = (note if note.exists() else path).stat().st_mtime
+                if time.time() - since < age_s or str(path) in self._used_paths():
+                    continue
+                digest = self._about(str(path)).get("digest")
                 with self._guard:
-                    used = {record["path"] for name in self.names() if (record := self._record(name))}
-                    note = Path(f"{path}.about.json")
-                    since = (note if note.exists() else path).stat().st_mtime
-                    if str(path) in used or time.time() - since < age_s:
+                    keep = in_use()
+                    if digest in keep or _digest_prefix(path.name, keep) or str(path) in self._used_paths():
                         continue
-                    if self._about(str(path)).get("digest") in keep or _digest_prefix(path.name, keep):
-                        continue
-                    self._remove_base(path)
+                    aside = self._set_aside(path)
+                _remove(aside)  # minutes for a large one: not while somebody waits to begin a sandbox
                 counts["base"] += 1
         return counts
+
+    def _used_paths(self) -> set[str]:
+        return {record["path"] for name in self.names() if (record := self._record(name))}
 
     def unfinished(self) -> list[Path]:
         """What killed builds left; empty while one is under way."""
@@ -391,17 +449,25 @@ class Templates:
         return 0
 
     def _remove_unfinished(self) -> int:
-        stale = list(self._store.glob(".build-*"))
-        for path in stale:
-            _remove(path)
-        return len(stale)
+        """Only who holds the lock of the store calls this."""
+        return sum(self._discard(path) for path in self._store.glob(".build-*"))
 
-    def _remove_base(self, path: Path) -> None:
-        # Renamed first: half a tree must never lie under the name of a whole one.
+    def _discard(self, work: Path) -> bool:
+        """Remove a build's directory and give its ids back, unless something of it is alive still: then it is for the next who looks."""
+        base = self._ids.find(work.name) if os.geteuid() == 0 else None
+        if base is not None and userns.processes_of(base):
+            return False
+        _remove(work)
+        if base is not None:
+            self._ids.release(work.name)
+        return not work.exists()
+
+    def _set_aside(self, path: Path) -> Path:
+        """A base that is nobody's any more, to be removed: half a tree must never lie under the name of a whole one."""
         aside = Path(tempfile.mkdtemp(prefix=".build-", dir=self._store))
         os.rename(path, aside / "root")
         Path(f"{path}.about.json").unlink(missing_ok=True)
-        _remove(aside)
+        return aside
 
     def _superseded(self, path: str) -> None:
         with contextlib.suppress(OSError):
@@ -439,6 +505,15 @@ async def _beside(work: Callable[[], Template]) -> Template:
 
     threading.Thread(target=run, name="template", daemon=True).start()
     return await future
+
+
+def _busy(name: str) -> CorralError:
+    return CorralError(
+        "conflict",
+        f"the template {name} cannot be removed while one is built or removed",
+        hint="try again when that is over; `corral template ls` shows what there is",
+        retryable=True,
+    )
 
 
 def load(path: str | os.PathLike[str]) -> Recipe:

@@ -1,13 +1,16 @@
 """The kind `debian`: a root file system of the distribution's packages.
 
 With `configure` the packages' maintainer scripts run in the new tree, as on any machine of that distribution: alternatives,
-certificates and the loader's cache are there afterwards. Without it packages are only unpacked. Root builds in mount and pid
-namespaces of its own, which end with this process; an ordinary user needs a subordinate id range, or gets what apt and dpkg
-alone can unpack.
+certificates and the loader's cache are there afterwards. Without it packages are only unpacked.
+
+Nothing of a package runs as a user of this host: mmdebstrap works in a user namespace whose ids are a subordinate range. Root maps
+one of the installation's ranges itself, and the build's processes and mounts end with this process; an ordinary user needs a
+range of its own, which mmdebstrap maps by newuidmap, or gets what apt and dpkg alone can unpack.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import re
@@ -17,39 +20,89 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from corral.errors import CorralError
+from corral.linux import userns
 from corral.node.templates_recipe import Recipe
 from corral.node.templates_sealing import PROGRAM_PATH, resolve_inside
 
 Progress = Callable[[str, float | None], None]
-RANGE = 65536
 _BUILD_S = 2 * 3600.0
+MAX_BUSYBOX = 64 * 1024 * 1024
+MAX_STATUS = 64 * 1024 * 1024
+"""A host with every package of the distribution would have about as much."""
+MAX_PACKAGES = 20_000
+MAX_WORD = 200
 _VOLATILE = ("var/log", "var/cache", "var/lib/apt/lists", "run", "tmp", "var/tmp", "dev", "proc", "sys")
 """Directories whose content differs from build to build, or is made by who runs the sandbox."""
+_APPLET = re.compile(rb"\[\[?|[a-z0-9][a-z0-9_.+-]{0,40}")
 _SECRET_BY_NAME = ("shadow", "gshadow", "shadow-", "gshadow-", "passwd-", "group-", ".pwd.lock", "machine-id")
 
 
-def cannot_build(recipe: Recipe) -> str | None:
+@dataclass(frozen=True)
+class Lack:
+    """What a host needs before it can build something, and how it comes to have it."""
+
+    reason: str
+    hint: str
+
+
+def cannot_build(recipe: Recipe) -> Lack | None:
     """Why this host cannot build it; None if it can."""
-    if shutil.which("mmdebstrap", path=PROGRAM_PATH):
-        if os.geteuid() == 0 or _has_subordinate_range():
-            return None
-        lacking = f"a subordinate range of {RANGE} ids (/etc/subuid, /etc/subgid) for this user"
-    else:
-        lacking = "mmdebstrap on the host"
-    if recipe.configure or recipe.suite or recipe.exclude:  # without it: what is named, of this host's release, whole
-        return f"needs {lacking}"
-    if shutil.which("apt-get", path=PROGRAM_PATH) and shutil.which("dpkg-deb", path=PROGRAM_PATH):
+    lack = _no_mmdebstrap()
+    if lack is None:
         return None
-    return f"needs {lacking}, or apt-get with dpkg-deb"
+    if (
+        recipe.configure or recipe.suite or recipe.exclude or recipe.sources
+    ):  # without it: what is named, of this host's release, whole
+        return lack
+    if _found("apt-get") and _found("dpkg-deb"):
+        return None
+    return Lack(f"{lack.reason}, or apt-get with dpkg-deb", lack.hint)
 
 
-def unpack(recipe: Recipe, root: Path, progress: Progress) -> None:
-    """Fill `root`, which is empty; OSError says what failed. What is outside of `root.parent` is not touched."""
+def _found(program: str) -> bool:
+    return shutil.which(program, path=PROGRAM_PATH) is not None
+
+
+def _no_mmdebstrap() -> Lack | None:
+    """Why packages cannot be unpacked, and their scripts run, as ids of a range."""
+    if not _found("mmdebstrap"):
+        return Lack("needs mmdebstrap on the host", "install the package mmdebstrap")
+    if _sysctl("user/max_user_namespaces") == 0:
+        return Lack("needs user namespaces", "allow them: sysctl user.max_user_namespaces")
+    if os.geteuid() == 0:
+        return None
+    if _sysctl("kernel/unprivileged_userns_clone") == 0:
+        return Lack("needs user namespaces", "allow them: sysctl kernel.unprivileged_userns_clone=1")
+    if not (_found("newuidmap") and _found("newgidmap")):
+        return Lack("needs newuidmap and newgidmap on the host", "install the package uidmap")
+    if not _has_subordinate_range():
+        who = _user_name() or str(os.geteuid())
+        return Lack(
+            f"needs a subordinate range of {userns.SIZE} ids (/etc/subuid, /etc/subgid) for the user {who}",
+            f"as root: usermod --add-subuids FIRST-LAST --add-subgids FIRST-LAST {who}, with {userns.SIZE} ids that nobody has",
+        )
+    return None
+
+
+def _sysctl(name: str) -> int | None:
+    try:
+        return int(Path("/proc/sys", name).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def unpack(recipe: Recipe, root: Path, progress: Progress, base: int | None) -> None:
+    """Fill `root`, which is empty; OSError says what failed. What is outside of `root.parent` is not touched.
+
+    As root, packages have the host ids from `base` on; files that are theirs stay so until the tree is sealed.
+    """
     progress(f"template {recipe.name}: fetching {len(recipe.packages)} packages and what they need", 0.05)
-    if shutil.which("mmdebstrap", path=PROGRAM_PATH) and (os.geteuid() == 0 or _has_subordinate_range()):
-        _mmdebstrap(recipe, root, progress)
+    if _no_mmdebstrap() is None:
+        _mmdebstrap(recipe, root, progress, base)
     else:
         _apt_download(recipe.packages, root)
     for place in _VOLATILE:
@@ -64,31 +117,44 @@ def unpack(recipe: Recipe, root: Path, progress: Progress) -> None:
 
 
 def packages_of(root: Path) -> dict[str, str]:
-    """Name -> version of each package that the tree's own dpkg knows as installed; empty where there is no dpkg."""
+    """Name -> version of each package that the tree's own dpkg knows as installed; empty where there is no dpkg.
+
+    The tree may be a stranger's: no link leads out, and of its list no more is read than a list of packages has.
+    """
     found: dict[str, str] = {}
-    path = resolve_inside(root, "/var/lib/dpkg/status")  # of a stranger's tree: no link leads out
+    path = resolve_inside(root, "/var/lib/dpkg/status")
     if path is None or not path.is_file():
         return found
-    status = path.read_text(encoding="utf-8", errors="replace")
-    for paragraph in status.split("\n\n"):
+    with path.open("rb") as file:
+        status = file.read(MAX_STATUS)
+    for paragraph in status.decode("utf-8", "replace").split("\n\n"):
         fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if re.match(r"[A-Z][\w-]*: ", line))
         if {"Package", "Version"} <= fields.keys() and not fields.get("Status", "").startswith("deinstall"):
-            found[fields["Package"]] = fields["Version"]
+            found[fields["Package"][:MAX_WORD]] = fields["Version"][:MAX_WORD]
+            if len(found) == MAX_PACKAGES:
+                break
     return found
 
 
-def _has_subordinate_range() -> bool:
+def _user_name() -> str | None:
     try:
-        name = pwd.getpwuid(os.geteuid()).pw_name
-        return all(
-            any(
-                len(parts := line.split(":")) == 3 and parts[0] in (name, str(os.geteuid())) and int(parts[2]) >= RANGE
-                for line in Path(f"/etc/sub{kind}").read_text(encoding="utf-8").splitlines()
-            )
-            for kind in ("uid", "gid")
-        )
-    except (OSError, KeyError, ValueError):
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return None
+
+
+def _has_subordinate_range() -> bool:
+    """Whether the first lines of this user, which mmdebstrap takes, are long enough."""
+    name = _user_name()
+    try:
+        for kind in ("uid", "gid"):
+            lines = Path(f"/etc/sub{kind}").read_text(encoding="utf-8", errors="replace").splitlines()
+            counts = [parts[2] for line in lines if len(parts := line.split(":")) == 3 and parts[0] == name]
+            if not counts or int(counts[0]) < userns.SIZE:
+                return False
+    except (OSError, ValueError):
         return False
+    return True
 
 
 def host_suite() -> str:
@@ -98,24 +164,22 @@ def host_suite() -> str:
     return release.get("VERSION_CODENAME", "stable").strip('"')
 
 
-def _mmdebstrap(recipe: Recipe, root: Path, progress: Progress) -> None:
+def _mmdebstrap(recipe: Recipe, root: Path, progress: Progress, base: int | None) -> None:
     command = [
         "mmdebstrap",
+        "--mode=unshare",
         f"--variant={'essential' if recipe.configure else 'extract'}",
         f"--include={','.join(recipe.packages)}",
         '--aptopt=APT::Install-Recommends "false"',
         *(f"--dpkgopt=path-exclude={pattern}" for pattern in recipe.exclude),
     ]
     suite = recipe.suite or host_suite()
-    if os.geteuid() == 0:
-        # Mounts and processes of the build end with this process, however that ends: what it leaves can be removed.
-        own = ["unshare", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--"]
-        _follow(
-            ["setpriv", "--pdeathsig=KILL", "--", *own, *command, "--mode=root", suite, str(root)], recipe, progress
-        )
+    if base is not None:
+        _as_range(base, [*command, suite, f"{_TMP}/root", *recipe.sources], recipe, root, progress)
         return
     # It unpacks as ids of the subordinate range, in a directory of its own that it removes itself; only a stream comes here.
-    made = ["setpriv", "--pdeathsig=TERM", "--", *command, "--mode=unshare", "--format=tar", suite, "-"]
+    streaming = [*command, "--format=tar", suite, "-", *recipe.sources]
+    made = ["setpriv", "--pdeathsig=TERM", "--", *streaming]
     # Unpacked by tar as this process's own user, without the numbered owners and device files of the archive.
     tar = ["tar", "-xf", "-", "-C", str(root), "--no-same-owner", "--no-same-permissions", "--exclude=./dev/*"]
     with subprocess.Popen(tar, stdin=subprocess.PIPE, env=environment()) as unpacking:
@@ -128,8 +192,44 @@ def _mmdebstrap(recipe: Recipe, root: Path, progress: Progress) -> None:
         raise OSError(f"tar ended with {unpacking.returncode}")
 
 
+_TMP = "/tmp"  # noqa: S108 - of the build's own mount namespace
+_CONFINED = (
+    f'cd "$1" && mount -t tmpfs -o mode=1777,size=16m,nosuid,nodev corral {_TMP} && mkdir {_TMP}/root'
+    f' && mount --no-canonicalize --bind . {_TMP}/root && cd / && shift && "$@"; exit $?'
+)
+"""Run by the host's root, as process 1 of its pid namespace: when it goes, all that a package has started goes. It stays root, because
+a process that takes other ids forgets that it was to die with its parent. The tree lies where the ids of the range may go: on the host
+no other user comes near it, whatever set-id programs it holds for the moment.
+"""
+
+
+def _as_range(base: int, command: list[str], recipe: Recipe, root: Path, progress: Progress) -> None:
+    """Run it as uid 0 of a user namespace that is the host's ids from `base` on, in pid and mount namespaces that end with us."""
+    try:
+        namespace = userns.create(base)
+    except OSError as error:
+        raise CorralError(
+            "template_unavailable",
+            f"template {recipe.name}: packages cannot be given ids of their own: {error.strerror or error}",
+            hint="allow user namespaces; `corral doctor --security` tells what forbids them",
+        ) from error
+    own = ["unshare", "--mount", "--propagation=private", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--"]
+    confined = ["sh", "-c", _CONFINED, "sh", str(root), "nsenter", f"--user=/proc/self/fd/{namespace}", "--"]
+    try:
+        root.chmod(0o755)
+        os.chown(root, base, base)
+        made = ["setpriv", "--pdeathsig=KILL", "--", *own, *confined, *command]
+        _follow(made, recipe, progress, keep=(namespace,))
+    finally:
+        os.close(namespace)
+
+
 def _follow(
-    command: list[str], recipe: Recipe, progress: Progress, into: subprocess.Popen[bytes] | None = None
+    command: list[str],
+    recipe: Recipe,
+    progress: Progress,
+    into: subprocess.Popen[bytes] | None = None,
+    keep: Sequence[int] = (),
 ) -> None:
     """Run it and tell each of its own lines as progress; the last lines say why it failed."""
     last: deque[str] = deque(maxlen=60)
@@ -137,6 +237,8 @@ def _follow(
     with subprocess.Popen(
         command,
         env=environment(),
+        cwd="/",
+        pass_fds=keep,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL if into is None else into.stdin,
         stderr=subprocess.PIPE,
@@ -155,7 +257,9 @@ def _follow(
     if process.returncode != 0:
         # the cause stands among the last lines, before the tool tells that it cleans up
         told = [text for text in last if "error" in text.lower() or text.startswith(("E:", "W:"))] or list(last)[-6:]
-        raise OSError(f"mmdebstrap ended with {process.returncode}: {' '.join(told)[:800]}")
+        told_all = f"mmdebstrap ended with {process.returncode}: {' '.join(told)[:800]}"
+        full = any(os.strerror(errno.ENOSPC) in text for text in last)
+        raise OSError(errno.ENOSPC, told_all) if full else OSError(told_all)
 
 
 def _apt_download(packages: Sequence[str], root: Path) -> None:
@@ -171,11 +275,24 @@ def _link_applets(root: Path) -> None:
     busybox = next((path for path in paths if path is not None and path.is_file()), None)
     if busybox is None:
         raise OSError("busybox_applets: no package of the recipe brings a busybox")
-    applets = subprocess.run([str(busybox), "--list"], capture_output=True, text=True, check=True).stdout.split()
-    for applet in applets:
+    with busybox.open("rb") as file:
+        program = file.read(MAX_BUSYBOX)
+    for applet in applets_of(program):
         link = busybox.parent / applet
         if not link.exists() and not link.is_symlink():
             link.symlink_to("busybox")
+
+
+def applets_of(program: bytes) -> list[str]:
+    """The names that a busybox answers to, read from the sorted table in it: a foreign program is not run to be asked."""
+    found: list[str] = []
+    for name in program[max(0, program.find(b"\0[\0[[\0")) :].split(b"\0")[1:10_000]:
+        if not _APPLET.fullmatch(name) or (found and name.decode() <= found[-1]):
+            break
+        found.append(name.decode())
+    if not {"cat", "ls", "sh"} <= set(found):
+        raise OSError("busybox_applets: the busybox of the recipe's packages has no table of applets")
+    return found
 
 
 def environment() -> dict[str, str]:

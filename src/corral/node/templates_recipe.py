@@ -14,9 +14,10 @@ from corral.linux.seccomp import PROFILES
 T = TypeVar("T")
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 SKILL = re.compile(r"[a-z0-9][a-z0-9._+-]{0,62}")
+SOURCE = re.compile(r"deb [\x20-\x7e]{1,1000}")
 KINDS: dict[str, frozenset[str]] = {
     "frozen": frozenset({"programs", "trees", "exclude"}),
-    "debian": frozenset({"packages", "suite", "configure", "exclude", "busybox_applets"}),
+    "debian": frozenset({"packages", "suite", "sources", "configure", "exclude", "busybox_applets"}),
     "archive": frozenset({"archive", "sha256"}),
     "oci": frozenset({"image", "sha256", "platform", "reference"}),
 }
@@ -63,6 +64,8 @@ class Recipe:
     packages: tuple[str, ...] = ()
     suite: str | None = None
     """Of the distribution; None for the host's."""
+    sources: tuple[str, ...] = ()
+    """Lines as in apt's sources.list, in place of the distribution's own mirror."""
     configure: bool = False
     """Maintainer scripts run, in the new tree; otherwise packages are only unpacked."""
     busybox_applets: bool = False
@@ -107,6 +110,7 @@ def parse(document: Any, where: str) -> Recipe:
         "exclude": _list_of(_text),
         "packages": _words,
         "suite": _matching(re.compile(r"[a-z][a-z0-9.-]{0,40}")),
+        "sources": _list_of(_matching(SOURCE)),
         "configure": _flag,
         "busybox_applets": _flag,
         "archive": _text,

@@ -7,6 +7,7 @@ enter; entries, bytes and lengths are capped. The tree is written by nobody else
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -24,6 +25,13 @@ MAX_STEPS = 1000
 """Parts of a name and of the links on its way."""
 MAX_NOTED = 256 * 1024 * 1024
 """Bytes of the paths that one layer sets: they are kept in memory while it is unpacked."""
+HOST_FAULTS = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+        *(errno.EACCES, errno.EPERM),
+    }
+)
+"""Errors of which no entry is the cause."""
 WHITEOUT = b".wh."
 OPAQUE = b".wh..wh..opq"
 
@@ -34,11 +42,13 @@ class Caps:
 
     entries: int = 1_000_000
     size_bytes: int = 32 << 30
+    by_disk: bool = False
+    """The disk has no room for more bytes; otherwise they would be refused anywhere."""
 
     def within(self, directory: Path) -> Caps:
         """The same, and at most nine tenths of what is free where it goes."""
-        free = shutil.disk_usage(directory).free
-        return Caps(self.entries, min(self.size_bytes, free * 9 // 10))
+        room = shutil.disk_usage(directory).free * 9 // 10
+        return Caps(self.entries, room, True) if room < self.size_bytes else self
 
 
 class Tree:
@@ -75,6 +85,8 @@ class Tree:
                 try:
                     self._one(tar, entry, layer)
                 except OSError as error:
+                    if error.errno in HOST_FAULTS:
+                        raise
                     raise Refused(f"{told}: {error.strerror or error}") from error
                 except Refused as error:
                     raise Refused(f"{told}: {error}") from None
@@ -84,7 +96,7 @@ class Tree:
 
     def left(self) -> Caps:
         """What may still be unpacked for the same template."""
-        return Caps(self._caps.entries - self._entries, self._caps.size_bytes - self._bytes)
+        return Caps(self._caps.entries - self._entries, self._caps.size_bytes - self._bytes, self._caps.by_disk)
 
     def _count(self) -> None:
         self._entries += 1
@@ -221,6 +233,10 @@ class Tree:
     def _grow(self, size: int) -> None:
         self._bytes += size
         if self._bytes > self._caps.size_bytes:
+            if self._caps.by_disk:
+                raise OSError(
+                    errno.ENOSPC, f"its files need more than the {self._caps.size_bytes} bytes that may be used"
+                )
             raise Refused(f"the files are more than {self._caps.size_bytes} bytes together")
 
     def _parent(self, parts: list[bytes], *, make: bool = True) -> bytes:

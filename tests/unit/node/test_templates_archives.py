@@ -2,6 +2,7 @@
 
 import asyncio
 import bz2
+import errno
 import gzip
 import hashlib
 import io
@@ -74,6 +75,30 @@ def state(tmp_path: Path) -> Path:
     made = tmp_path / "state"
     made.mkdir()
     return made
+
+
+# -- the disk ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_fault_of_the_disk_is_not_the_archives(state: Path, fault: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: bytes, *_: Any, **__: Any) -> None:
+        raise OSError(fault, os.strerror(fault), path)
+
+    monkeypatch.setattr(os, "utime", broken)
+    with pytest.raises(CorralError, match=os.strerror(fault)) as caught:
+        build(state, tar_of(GOOD))
+    told = caught.value
+    assert told.code == "template_unavailable"
+    assert "mend" not in str(told.hint)
+    assert ("the disk is full" in told.detail) == (fault != errno.EIO)
+    assert ("free space on the disk of" in str(told.hint)) == (fault != errno.EIO)
+
+
+def test_an_archive_that_the_disk_has_no_room_for_is_not_called_too_large(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil.disk_usage(state)._replace(free=4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: free)
+    assert "the disk is full" in refusal(state, tar_of([*GOOD, ("file", "much", b"x" * 8192)]))
 
 
 # -- archives ------------------------------------------------------------------------------------------------------------------
@@ -514,3 +539,11 @@ def test_a_compiled_program_is_not_searched_however_long_it_is() -> None:
     with pytest.raises(CorralError, match="looks like a credential"):
         for block in (bytes(1 << 20), b" " + key + b" ", bytes(1 << 20)):
             text.feed(block)
+
+
+def test_what_was_left_out_of_an_archive_is_shown(state: Path) -> None:
+    tar = tar_of([*GOOD, ("char", "dev/null", None), ("fifo", "dev/pipe", None)])
+    build(state, tar)
+    shown = Templates(state, state / "shipped").show("mine")
+    assert shown["archive"] == {"sha256": hashlib.sha256(tar).hexdigest(), "left_out": {"device": 2}}
+    assert shown["image"] is None

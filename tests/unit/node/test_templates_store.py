@@ -1,25 +1,37 @@
 """The store of bases: another recipe or a refresh makes a new base, removal spares what is used, killed builds leave nothing for long."""
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corral.errors import CorralError
+from corral.node import templates_debian
 from corral.node.templates import Templates
-from corral.node.templates_debian import cannot_build
+from corral.node.templates_debian import cannot_build, packages_of
 from corral.node.templates_recipe import parse
 
 from .layouts import tar_of
 
 NOBODY: frozenset[str] = frozenset()
+
+
+def nobody() -> frozenset[str]:
+    """Who stands on a base, as removals ask."""
+    return NOBODY
+
+
+def only(*digests: str) -> Callable[[], frozenset[str]]:
+    return lambda: frozenset(digests)
 
 
 def store(state: Path) -> Templates:
@@ -101,24 +113,24 @@ def test_removal_is_refused_while_a_sandbox_stands_on_it_or_is_being_made(tmp_pa
     add(templates, tmp_path, "mine", "one")
     path = made(templates, "mine")
     digest = templates.show("mine")["digest"]
-    refusal("template_in_use", templates.remove, "mine", frozenset({digest}))
+    refusal("template_in_use", templates.remove, "mine", only(digest))
     with templates.hold("mine"):
-        refusal("template_in_use", templates.remove, "mine", NOBODY)
+        refusal("template_in_use", templates.remove, "mine", nobody)
     assert path.is_dir()
-    gone = templates.remove("mine", frozenset({"sha256:other"}))
+    gone = templates.remove("mine", only("sha256:other"))
     assert (gone["digest"], gone["freed_bytes"] > 0) == (digest, True)
     assert [entry.name for entry in (tmp_path / "base").iterdir()] == [".lock"]
     assert templates.names() == []
-    refusal("not_found", templates.remove, "mine", NOBODY)
+    refusal("not_found", templates.remove, "mine", nobody)
 
 
 def test_a_shipped_recipe_stays_when_its_base_is_removed_and_takes_no_other_recipe(tmp_path: Path) -> None:
     templates = store(tmp_path)
     (tmp_path / "shipped/small.yaml").write_text("name: small\nkind: frozen\nprograms: [sh]\n")
     made(templates, "small")
-    templates.remove("small", NOBODY)
+    templates.remove("small", nobody)
     assert templates.names() == ["small"]
-    assert templates.remove("small", NOBODY)["digest"] is None
+    assert templates.remove("small", nobody)["digest"] is None
     refusal("already_exists", templates.add, parse({"name": "small", "kind": "frozen"}, "test"))
 
 
@@ -128,7 +140,7 @@ def test_a_base_that_two_templates_have_stays_for_the_other(tmp_path: Path) -> N
     add(templates, tmp_path, "yours", "same")
     path = made(templates, "mine")
     assert made(templates, "yours") == path
-    assert templates.remove("mine", NOBODY)["freed_bytes"] == 0
+    assert templates.remove("mine", nobody)["freed_bytes"] == 0
     assert path.is_dir()
     assert templates.disk_use(NOBODY)["count"] == 1
 
@@ -142,11 +154,11 @@ def test_a_base_that_no_template_has_goes_after_a_time_unless_it_is_needed(tmp_p
     made(templates, "mine", current=True)
     assert templates.disk_use(NOBODY)["unused"] == 1
     assert templates.disk_use(frozenset({digest}))["unused"] == 0
-    assert templates.sweep(NOBODY)["base"] == 0  # it was somebody's just now
+    assert templates.sweep(nobody)["base"] == 0  # it was somebody's just now
     day = time.time() - 25 * 3600
     os.utime(f"{first}.about.json", (day, day))
-    assert templates.sweep(frozenset({digest}))["base"] == 0
-    assert templates.sweep(NOBODY)["base"] == 1
+    assert templates.sweep(only(digest))["base"] == 0
+    assert templates.sweep(nobody)["base"] == 1
     assert not first.exists()
     assert templates.disk_use(NOBODY)["count"] == 1
 
@@ -169,30 +181,176 @@ def test_a_build_that_was_killed_leaves_only_what_the_next_look_finds_and_remove
         building.send_signal(signal.SIGKILL)
     assert len(templates.unfinished()) == 1
     assert templates.built("mine") is None
-    assert templates.sweep(NOBODY) == {"template_build": 1, "base": 0}
+    assert templates.sweep(nobody) == {"template_build": 1, "base": 0}
     assert templates.unfinished() == []
     assert made(templates, "mine").is_dir()
+
+
+def ready(steps: list[str]) -> int:
+    return sum(text.endswith("ready") for text in steps)
 
 
 def test_a_refresh_that_waited_for_another_one_takes_what_that_built(tmp_path: Path) -> None:
     templates = store(tmp_path)
     add(templates, tmp_path, "mine", "one")
     steps: list[str] = []
-
-    asked = threading.Event()
-
-    def told(text: str, part: float | None) -> None:
-        asked.wait(60)
-        steps.append(text)
+    (tmp_path / "base").mkdir()
 
     async def both() -> None:
-        calls = [asyncio.create_task(templates.ensure("mine", told, refresh=True)) for _ in range(2)]
-        await asyncio.sleep(0)  # both have asked, neither has built
-        asked.set()
+        with open(tmp_path / "base" / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            calls = [
+                asyncio.create_task(templates.ensure("mine", lambda text, _: steps.append(text), refresh=True))
+                for _ in range(2)
+            ]
+            await asyncio.sleep(0)  # both have asked, neither has built
         await asyncio.gather(*calls)
 
     asyncio.run(both())
-    assert [text for text in steps if text.endswith("ready")] == ["template mine: ready"]
+    assert ready(steps) == 1
+
+
+def test_a_refresh_that_comes_during_a_build_reads_everything_anew(tmp_path: Path) -> None:
+    templates = store(tmp_path)
+    add(templates, tmp_path, "mine", "one")
+    archive = tmp_path / "mine-one.tar"
+    has_read, may_end = threading.Event(), threading.Event()
+
+    def stay(text: str, part: float | None) -> None:
+        if "checking" in text:
+            has_read.set()
+            may_end.wait(60)
+
+    async def both() -> Path:
+        plain = asyncio.create_task(templates.ensure("mine", stay))
+        await asyncio.to_thread(has_read.wait, 60)
+        archive.write_bytes(tar_of([("file", "content", "changed")]))
+        refresh = asyncio.create_task(templates.ensure("mine", refresh=True))
+        await asyncio.sleep(0)
+        may_end.set()
+        await plain
+        return Path((await refresh).path)
+
+    assert (asyncio.run(both()) / "content").read_text() == "changed"
+
+
+def test_a_removal_waits_for_no_build_and_says_that_it_may_be_tried_again(tmp_path: Path) -> None:
+    templates = store(tmp_path)
+    for name in ("mine", "yours"):
+        add(templates, tmp_path, name, name)
+    path = made(templates, "mine")
+    builds, may_end = threading.Event(), threading.Event()
+
+    def stay(text: str, part: float | None) -> None:
+        builds.set()
+        may_end.wait(60)
+
+    building = threading.Thread(target=lambda: asyncio.run(templates.ensure("yours", stay)))
+    building.start()
+    try:
+        assert builds.wait(60)
+        for of in (templates, store(tmp_path)):  # of this process and of another one
+            told = refusal("conflict", of.remove, "mine", nobody)
+            assert told.retryable
+        assert path.is_dir()
+    finally:
+        may_end.set()
+        building.join()
+    assert templates.remove("mine", nobody)["freed_bytes"] > 0
+
+
+def test_who_stands_on_a_base_is_asked_when_nobody_else_can_begin_to(tmp_path: Path) -> None:
+    templates = store(tmp_path)
+    add(templates, tmp_path, "mine", "one")
+    path = made(templates, "mine")
+    comes, began = threading.Event(), threading.Event()
+
+    def begin() -> None:
+        comes.set()
+        with templates.hold("mine"):
+            began.set()
+
+    beginning = threading.Thread(target=begin)
+
+    def in_use() -> frozenset[str]:
+        beginning.start()
+        assert comes.wait(60)
+        assert not began.wait(0.3)
+        return NOBODY
+
+    assert templates.remove("mine", in_use)["freed_bytes"] > 0
+    beginning.join()
+    assert began.is_set()
+    assert not path.exists()
+
+
+def test_a_base_that_another_template_had_when_a_sandbox_of_it_began_stays(tmp_path: Path) -> None:
+    templates = store(tmp_path)
+    add(templates, tmp_path, "mine", "same")
+    add(templates, tmp_path, "yours", "same")
+    path = made(templates, "mine")
+    with templates.hold("yours"):
+        assert made(templates, "yours") == path
+        add(templates, tmp_path, "yours", "other")
+        made(templates, "yours", current=True)
+        assert templates.remove("mine", nobody)["freed_bytes"] == 0
+        assert path.is_dir()
+    assert templates.sweep(nobody)["base"] == 0, "it was somebody's just now"
+    os.utime(f"{path}.about.json", (1, 1))
+    assert templates.sweep(nobody)["base"] == 1
+
+
+def test_a_sandbox_can_begin_while_an_old_base_is_being_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templates = store(tmp_path)
+    add(templates, tmp_path, "mine", "one")
+    first = made(templates, "mine")
+    add(templates, tmp_path, "mine", "two")
+    made(templates, "mine", current=True)
+    os.utime(f"{first}.about.json", (1, 1))
+    began: list[bool] = []
+
+    def begin() -> None:
+        with templates.hold("mine"):
+            began.append(True)
+
+    def slow(path: Path, **_: Any) -> None:
+        beginning = threading.Thread(target=begin, daemon=True)
+        beginning.start()
+        beginning.join(60)
+
+    monkeypatch.setattr("shutil.rmtree", slow)
+    assert templates.sweep(nobody)["base"] == 1
+    assert began == [True]
+    assert not first.exists(), "nobody finds it any more"
+
+
+def test_what_no_base_had_to_expect_is_told_by_a_code_too(tmp_path: Path) -> None:
+    templates = store(tmp_path)
+    add(templates, tmp_path, "mine", "one")
+
+    def broken(text: str, part: float | None) -> None:
+        raise ValueError("no such step")
+
+    with pytest.raises(CorralError, match="ValueError: no such step") as caught:
+        asyncio.run(templates.ensure("mine", broken))
+    assert caught.value.code == "infra_error"
+    assert templates.built("mine") is None
+
+
+def test_of_the_list_of_packages_of_a_stranger_no_more_is_read_than_a_list_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = "".join(f"Package: p{number}\nVersion: {'1' * 1000}\n\n" for number in range(100))
+    (tmp_path / "var/lib/dpkg").mkdir(parents=True)
+    (tmp_path / "var/lib/dpkg/status").write_text(status)
+    assert len(packages_of(tmp_path)) == 100
+    assert max(map(len, packages_of(tmp_path).values())) == templates_debian.MAX_WORD
+    monkeypatch.setattr(templates_debian, "MAX_PACKAGES", 50)
+    assert len(packages_of(tmp_path)) == 50
+    monkeypatch.setattr(templates_debian, "MAX_STATUS", 10 * 1030)
+    assert len(packages_of(tmp_path)) <= 11
 
 
 def test_a_recipe_in_a_file_names_paths_relative_to_itself(tmp_path: Path) -> None:
@@ -228,6 +386,8 @@ def test_one_bad_recipe_hides_no_other(tmp_path: Path) -> None:
         ({"name": "a", "kind": "debian", "packages": ["--hook=x"]}, "'--hook=x' is no name"),
         ({"name": "a", "kind": "debian", "packages": "x"}, "must be a list"),
         ({"name": "a", "kind": "debian", "packages": ["x"], "suite": "-o"}, "suite: must match"),
+        ({"name": "a", "kind": "debian", "packages": ["x"], "sources": ["-o x"]}, "sources: must match"),
+        ({"name": "a", "kind": "debian", "packages": ["x"], "sources": ["deb x\ndeb y"]}, "sources: must match"),
         ({"name": "a", "kind": "frozen", "languages": {"cobol": "x"}}, "'cobol' is none of"),
         ({"name": "a", "kind": "frozen", "languages": {"c": "../cc"}}, "must name a program"),
         ({"name": "a", "kind": "frozen", "stop_signal": "SIGFOO"}, "stop_signal: must be one of"),
@@ -239,16 +399,23 @@ def test_a_recipe_that_is_wrong_says_where(document: Any, told: str) -> None:
     assert told in refusal("invalid_value", parse, document, "x.yaml").detail
 
 
-def test_a_host_that_cannot_build_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_cannot_build_says_what_it_lacks_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = parse({"name": "a", "kind": "debian", "packages": ["x"], "configure": True}, "x")
-    monkeypatch.setattr("shutil.which", lambda name, path=None: None)
-    assert cannot_build(recipe) == "needs mmdebstrap on the host"
-    monkeypatch.setattr("shutil.which", lambda name, path=None: f"/usr/bin/{name}")
+
+    def lack(*missing: str) -> tuple[str, str]:
+        monkeypatch.setattr("shutil.which", lambda name, path=None: None if name in missing else f"/usr/bin/{name}")
+        found = cannot_build(recipe)
+        assert found is not None
+        return found.reason, found.hint
+
+    assert lack("mmdebstrap") == ("needs mmdebstrap on the host", "install the package mmdebstrap")
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)
-    assert "a subordinate range" in (cannot_build(recipe) or "")
+    assert lack("newgidmap") == ("needs newuidmap and newgidmap on the host", "install the package uidmap")
+    assert "a subordinate range of 65536 ids" in lack()[0]
+    assert "--add-subuids" in lack()[1]
 
 
 def test_removal_on_a_fresh_state_directory_finds_nothing_built(tmp_path: Path) -> None:
     templates = store(tmp_path)
     add(templates, tmp_path, "mine", "one")
-    assert templates.remove("mine", NOBODY) == {"name": "mine", "digest": None, "freed_bytes": 0}
+    assert templates.remove("mine", nobody) == {"name": "mine", "digest": None, "freed_bytes": 0}
