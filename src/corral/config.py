@@ -22,6 +22,7 @@ MAX_STATE_DIR = 480
 """Bytes of the state directory's path: SQLite takes 511 for the longest name that it makes below it."""
 
 DELAYS: dict[str, float] = {
+    "bases_s": 3600.0,
     "client_gone_s": 5.0,
     "drain_s": 5.0,
     "sweep_s": 1.0,

@@ -1,7 +1,8 @@
 """Templates as the operator sees them: what there is, building, removing. Recipes are the operator's; a caller names them only.
 
-A build goes on when the call that began it gives up; whoever asks for the same template joins it. How far it is, and why the last
-one failed, is known while this owner lives.
+A build goes on when the call that began it gives up; whoever asks for the same template joins it, but a refresh that comes during a
+plain build, which may have read what is to be read anew, follows it. How far it is, and why the last one failed, is known while
+this owner lives.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Templates:
 
     async def get(self, name: str, wait_s: float = 0.0) -> Json:
         """One with all that is known of it; a build that runs is waited for at most `wait_s`. `not_found`."""
-        await self._wait(name, wait_s)
+        await self._wait(self._builds.get(name), wait_s)
         document = self._with_state(await self._core.node.template(name))
         document["sandboxes"] = [v.sandbox.sandbox_id for v in await self._living() if v.sandbox.template_id == name]
         return document
@@ -54,12 +55,14 @@ class Templates:
         """Begin a build, or join the one that runs, and wait for it at most `wait_s`; raises why it failed while waited for."""
         await self._core.node.template(name)  # not_found before anything begins
         known = self._builds.get(name)
-        if known is None or not known.running:
+        before = known.task if known is not None and known.running else None
+        if known is None or before is None or (refresh and not known.refresh):
             build = self._builds[name] = _Build(refresh)
-            build.task = self._core.spawn(self._run(name, build), f"template {name}")
-        await self._wait(name, wait_s)
-        if (error := self._builds[name].error) is not None:
-            raise error
+            build.task = self._core.spawn(self._run(name, build, before), f"template {name}")
+        joined = self._builds[name]
+        await self._wait(joined, wait_s)
+        if joined.error is not None:
+            raise joined.error
         return await self.get(name)
 
     async def remove(self, name: str) -> Json:
@@ -89,12 +92,15 @@ class Templates:
         """Disk use of all bases."""
         return await self._core.node.bases(_digests(await self._living()))
 
-    async def _run(self, name: str, build: _Build) -> str:
+    async def _run(self, name: str, build: _Build, before: asyncio.Task[str] | None) -> str:
         def progress(text: str, part: float | None) -> None:
             build.text, build.part = text, part
             if self._core.progress is not None:
                 self._core.progress(text, part)
 
+        if before is not None:
+            build.text = f"template {name}: waiting for the build that runs"
+            await asyncio.wait({before})
         try:
             return await self._core.node.build_template(name, progress, refresh=build.refresh)
         except CorralError as error:
@@ -106,8 +112,7 @@ class Templates:
             build.error = CorralError("infra_error", told, hint="this is a fault of Corral")
             return ""
 
-    async def _wait(self, name: str, wait_s: float) -> None:
-        build = self._builds.get(name)
+    async def _wait(self, build: _Build | None, wait_s: float) -> None:
         if build is None or build.task is None or not build.running or wait_s <= 0:
             return
         stopping = asyncio.ensure_future(self._core.stopping.wait())

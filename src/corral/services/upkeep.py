@@ -38,6 +38,8 @@ class Upkeep:
         self._documents = documents
         self.templates = Templates(core, self._living)
 
+        self._bases_looked_at_ms = core.now_ms()
+        self._looking: asyncio.Task[None] | None = None
     # -- take-over -------------------------------------------------------------------------------------------------------------
     async def take_over(self) -> None:
         """Bring what the store has open and what the node has alive together (the node has adopted its journal already).
@@ -133,6 +135,7 @@ class Upkeep:
         core = self._core
         now = core.now_ms()
         for view in await self._living():
+        self._look_at_bases(now)
             row = view.sandbox
             if row.expires_at <= now and row.state not in ("sanitizing", "terminated"):
                 work = self._lifecycle.destroy(row.sandbox_id, "ttl", event="ttl")
@@ -150,6 +153,21 @@ class Upkeep:
                 core.spawn(self._sandboxes.cancel_exec(caller, record.exec_id, "client_gone"), record.exec_id)
 
     # -- gc and doctor ---------------------------------------------------------------------------------------------------------
+    def _look_at_bases(self, now_ms: int) -> None:
+        """From time to time, beside the rest: removing a base may take longer than the next look at the TTLs can wait."""
+        self._bases_looked_at_ms = min(self._bases_looked_at_ms, now_ms)  # the clock may have been set back
+        due = now_ms - self._bases_looked_at_ms >= self._core.delays["bases_s"] * 1000
+        if due and (self._looking is None or self._looking.done()):
+            self._bases_looked_at_ms = now_ms
+            self._looking = self._core.spawn(self._sweep_bases(), "sweep of bases")
+
+    async def _sweep_bases(self) -> None:
+        try:
+            if counts := await self.templates.sweep():
+                self._core.log(f"sweep: removed {', '.join(f'{count} {kind}' for kind, count in counts.items())}")
+        except (CorralError, OSError) as error:  # the next one comes
+            self._core.log(f"sweep of bases: {error}")
+
     async def gc(self) -> Json:
         """End what clients that are gone left running, finish removals, have the node remove what nobody owns; -> counts.
 

@@ -76,9 +76,10 @@ class FakeNode:
         self.builds: list[tuple[str, bool]] = []
         self.build_gate: asyncio.Event | None = None
         self.build_error: CorralError | None = None
-        self.kept: frozenset[str] = frozenset()
+        self.kept: frozenset[str] | None = None
         self.old_bases = 0
         self.more_languages: list[str] = []
+        self.sweep_error: CorralError | None = None
         self.there: set[str] = set()
         """Paths that `stat_file` finds in every instance."""
         self.removed: list[tuple[str, str]] = []
@@ -132,6 +133,8 @@ class FakeNode:
         self.kept = keep
         return {"template_build": 0, "base": self.old_bases}
 
+        if self.sweep_error is not None:
+            raise self.sweep_error
     async def bases(self, keep: frozenset[str]) -> dict[str, Any]:
         return {"count": 1, "size_bytes": 1, "unused": 0, "unused_bytes": 0}
 

@@ -84,3 +84,51 @@ async def test_gc_spares_the_bases_of_living_sandboxes_and_doctor_tells_their_us
     assert removed["base"] == 2
     assert world.node.kept == frozenset({made["template_digest"]})
     assert (await world.call("GET", "/v1/doctor")).document["bases"]["count"] == 1
+
+
+async def test_a_refresh_during_a_plain_build_follows_it_and_both_are_told_their_own_end(world, until):
+    world.node.build_gate = asyncio.Event()
+    plain = asyncio.create_task(world.call("POST", "/v1/templates", {"name": "host"}, wait=60))
+    await until(lambda: world.node.builds)
+    refresh = asyncio.create_task(world.call("POST", "/v1/templates", {"name": "host", "refresh": True}, wait=60))
+    again = asyncio.create_task(world.call("POST", "/v1/templates", {"name": "host", "refresh": True}, wait=60))
+
+    async def told() -> bool:
+        build = (await world.call("GET", "/v1/templates/host")).document["build"]
+        return "waiting for the build that runs" in build["text"]
+
+    await until(told)
+    assert world.node.builds == [("host", False)]
+    world.node.build_error = FAILURE
+    world.node.build_gate.set()
+    assert [(await call).status for call in (plain, refresh, again)] == [503, 503, 503]
+    assert world.node.builds == [("host", False), ("host", True)]
+
+
+async def test_bases_that_nobody_needs_go_once_an_hour_while_the_service_runs(world, until):
+    made = (await world.call("POST", "/v1/sandboxes", {"ttl_s": 86400})).document
+    world.node.old_bases = 2
+    world.node.kept = None
+    await world.services.upkeep.sweep()
+    await asyncio.sleep(0)
+    assert world.node.kept is None
+    world.offset_ms += 3_600_000
+    await until(lambda: world.node.kept is not None)
+    assert world.node.kept == frozenset({made["template_digest"]})
+    await until(lambda: world.logged)
+    assert "2 base" in world.logged[0]
+    world.node.kept = None
+    world.offset_ms -= 7_200_000  # set back: the next look is an hour from then
+    await world.services.upkeep.sweep()
+    world.offset_ms += 3_600_000
+    await until(lambda: world.node.kept is not None)
+
+
+async def test_a_look_at_bases_that_fails_is_told_and_the_next_one_comes(world, until):
+    world.node.sweep_error = FAILURE
+    world.offset_ms += 3_600_000
+    await until(lambda: world.logged)
+    assert FAILURE.detail in world.logged[0]
+    world.node.sweep_error = None
+    world.offset_ms += 3_600_000
+    await until(lambda: world.node.kept is not None)
