@@ -102,6 +102,21 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def in_session(leader: int) -> list[ProcessRef]:
+    """Every live process of the session that `leader` began, itself included."""
+    found = []
+    for pid in _pids():
+        ref = ref_of(pid)
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if ref is not None and int(fields[3]) == leader and fields[0] not in (b"Z", b"X"):
+            found.append(ref)
+    return found
+
+
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 

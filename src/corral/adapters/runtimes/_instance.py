@@ -262,7 +262,8 @@ def end_strays(scan: Callable[[], list[int]]) -> list[int]:
     still = set(scan()) if held else set()
     for stray in held:
         if stray.pid in still:
-            process.kill(stray)
+            with contextlib.suppress(PermissionError):  # then it is told as what is left
+                process.kill(stray)
     return found
 
 
@@ -284,16 +285,17 @@ def _device(path: str) -> str:
 
 
 def said(directory: str, size: int = 2000) -> str:
-    """The end of what launcher, runtime and guest wrote."""
+    """The end of what launcher, runtime and guest wrote, as words of one line: they may have written anything, and people read it."""
     found = []
     for path in (f"{directory}/{LOCK}", f"{place_of(directory)}/disk/{disk.LOG}"):
         try:
             with open(path, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-                found.append(file.read(size).decode("utf-8", "replace").strip())
+                text = file.read(size).decode("utf-8", "replace")
         except OSError:
             continue
-    return " ".join(filter(None, found)) or "it said nothing"
+        found += "".join(sign if sign.isprintable() else " " for sign in text).split()
+    return " ".join(found) or "it said nothing"
 
 
 class Phases:

@@ -13,30 +13,23 @@ until it has ended; only the guest runs in them by then, and nothing of a caller
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import os
-import re
 import shutil
 import socket
-import subprocess
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from corral import faults
-from corral.adapters.runtimes import _instance, _probe, oci
+from corral.adapters.runtimes import _adapter, _instance, _probe, oci
 from corral.domain.limits import LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups, disk, mounts, process, seccomp, userns
+from corral.linux import cgroups, disk, process, seccomp
 from corral.linux.cgroups import Cgroup
 from corral.linux.process import ProcessRef
-from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, InstanceSpec, RuntimeInfo, Stats
-
-_START_S = 20.0
-_STOP_S = 20.0
+from corral.ports.runtime import HostTree, Instance, InstanceRef, InstanceSpec, RuntimeInfo, Stats
 
 
 @dataclass(frozen=True)
@@ -68,100 +61,37 @@ class Program:
     launch_pids: int = 0
 
 
-class OciRuntime:
+class OciRuntime(_adapter.Freezing):
     """See the module docstring and `corral.ports.runtime`."""
+
+    _files = ("runtime.pid", "config.json")
 
     def __init__(
         self,
         name: str,
-        program: Program,
+        called: Program,
         state_dir: str,
         *,
         installation_id: str,
         subuid_range: tuple[int, int] | None = None,
     ) -> None:
+        super().__init__(state_dir, installation_id=installation_id, subuid_range=subuid_range)
         self.name = name
-        self._program = program
-        self._state_dir = state_dir
-        self._tools = f"{state_dir}/tools"
-        self._installation = installation_id
+        self._called = called
+        self._level = called.security_level
         self._records = f"{state_dir}/node/{name}"
-        self._ids = userns.SubordinateRange(installation_id, state_dir=state_dir, configured=subuid_range)
-        self._namespaces = userns.Namespaces()
-        self._turns = _instance.Turns()
-
-    # -- the port
-
-    async def probe(self) -> RuntimeInfo:
-        return await asyncio.to_thread(self._probe)
 
     async def create(self, spec: InstanceSpec, control: socket.socket) -> Instance:
-        # Shielded: a cancelled caller must not meet a half-made instance; `destroy` waits for the thread.
-        return await asyncio.shield(asyncio.to_thread(self._create, spec, control))
-
-    def partial_ref(self, directory: str, instance_id: str) -> InstanceRef:
-        return InstanceRef(self.name, instance_id, directory, {})
-
-    async def attach(self, ref: InstanceRef) -> Instance | None:
-        init = _instance.init_of(ref)
-        if init is None or not process.is_alive(init):
-            return None
-        return _answer(ref)
+        return await self._begin(spec, partial(self._make, spec, control))
 
     async def stats(self, ref: InstanceRef) -> Stats:
         return self._stats(ref)  # a few files of the kernel and one statvfs: a change of thread costs more
 
-    async def reset_peaks(self, ref: InstanceRef) -> bool:
-        return self._group(ref.instance_id).reset_peak()
-
-    async def processes(self, ref: InstanceRef) -> list[int]:
-        return await asyncio.to_thread(self._group(ref.instance_id).procs)
-
-    async def kill(self, ref: InstanceRef) -> None:
-        await asyncio.to_thread(self._stop, ref, _STOP_S)
-
-    async def wait_gone(self, ref: InstanceRef) -> None:
-        init = _instance.init_of(ref)
-        if init is not None:
-            await process.wait_gone(init)
-
-    async def destroy(self, ref: InstanceRef) -> Evidence:
-        return await asyncio.shield(asyncio.to_thread(self._destroy, ref))
-
-    async def pause(self, ref: InstanceRef) -> None:
-        if not await asyncio.to_thread(self._group(ref.instance_id).freeze):
-            raise CorralError("infra_error", f"{ref.instance_id} could not be frozen")
-
-    async def resume(self, ref: InstanceRef) -> None:
-        await asyncio.to_thread(self._group(ref.instance_id).thaw)
-
     # -- making
 
-    def _create(self, spec: InstanceSpec, control: socket.socket) -> Instance:
-        if spec.writable_root:
-            raise CorralError(
-                "not_supported_yet", f"{self.name} instances have no writable root yet", field="/writable_root"
-            )
-        with self._turns.of(spec.instance_id):
-            earlier = _instance.read_record(self.name, spec.directory, spec.instance_id)
-            if earlier is not None and (init := _instance.init_of(earlier)) is not None and process.is_alive(init):
-                return _answer(earlier)
-            partial = self.partial_ref(spec.directory, spec.instance_id)
-            if os.path.lexists(_instance.place_of(spec.directory)) and (left := self._clear(partial, [])):
-                raise CorralError("infra_error", f"an earlier attempt could not be removed: {', '.join(left)}")
-            try:
-                return self._make(spec, control)
-            except BaseException as error:
-                left = self._clear(partial, [])
-                if isinstance(error, (OSError, subprocess.SubprocessError, ValueError)):
-                    raise CorralError("infra_error", f"{self.name} could not start the instance: {error}") from error
-                if left and isinstance(error, CorralError):
-                    error.facts["left"] = left
-                raise
-
-    def _make(self, spec: InstanceSpec, control: socket.socket) -> Instance:
+    def _make(self, spec: InstanceSpec, control: socket.socket, timeout_s: float = _adapter.START_S) -> Instance:
         clock = _instance.Phases()
-        two_uids = self._program.user_namespace and "unsafe_one_uid" not in spec.unsafe
+        two_uids = self._called.user_namespace and "unsafe_one_uid" not in spec.unsafe
         base = self._ids.allocate(spec.instance_id) if two_uids else None
         faults.point("runtime.create.range")
         with ThreadPoolExecutor(1) as side:
@@ -187,10 +117,7 @@ class OciRuntime:
                 faults.point("runtime.create.root")
                 clock.lap("root")
                 launcher.go()
-                status = launcher.wait(_START_S)
-                if status != 0:
-                    how = f"did not end in {_START_S:.0f} s" if status is None else f"ended with status {status}"
-                    raise CorralError("infra_error", f"{self.name} {how}: {_instance.said(spec.directory)}")
+                self._await_launch(launcher, spec.directory, timeout_s)
             finally:
                 launcher.close()
         faults.point("runtime.create.started")
@@ -212,7 +139,7 @@ class OciRuntime:
         }
         _instance.write_json(f"{spec.directory}/instance.json", data)
         faults.point("runtime.create.recorded")
-        return _answer(InstanceRef(self.name, spec.instance_id, spec.directory, data))
+        return self._answer(InstanceRef(self.name, spec.instance_id, spec.directory, data))
 
     def _make_disk(self, spec: InstanceSpec, place: str, namespace: Future[int] | None) -> HostTree:
         inside = oci.SANDBOX_UID
@@ -226,12 +153,12 @@ class OciRuntime:
     def _while_launching(self, limits: Limits) -> Limits:
         return replace(
             limits,
-            memory_bytes=limits.memory_bytes + self._program.launch_memory,
-            pids=limits.pids + self._program.launch_pids,
+            memory_bytes=limits.memory_bytes + self._called.launch_memory,
+            pids=limits.pids + self._called.launch_pids,
         )
 
     def _write_configuration(self, spec: InstanceSpec, base: int | None, namespace: int | None) -> None:
-        joined = namespace is not None and self._program.joins_user_namespace
+        joined = namespace is not None and self._called.joins_user_namespace
         filtered = "unsafe_no_seccomp" not in spec.unsafe
         around, annotations = self._filter(spec) if filtered else (None, {})
         configuration = oci.configuration(
@@ -243,14 +170,14 @@ class OciRuntime:
             filter_fd=_instance.EXEC_FILTER_FD if filtered else None,
             seccomp=around,
             annotations=annotations,
-            modes_from_below=self._program.modes_from_below,
+            modes_from_below=self._called.modes_from_below,
             user_namespace=f"/proc/{os.getpid()}/fd/{namespace}" if joined else None,
         )
         _instance.write_json(f"{spec.directory}/config.json", configuration)
 
     def _filter(self, spec: InstanceSpec) -> tuple[dict[str, Any], dict[str, str]]:
         """(`linux.seccomp`, annotations) of the filter around guest and execs."""
-        if self._program.filter == "rules":
+        if self._called.filter == "rules":
             return seccomp.to_oci(spec.seccomp), {}
         # The rules beside it stand for what may never be: a program that did not know the annotation would kill the guest at its first
         # call. Compiled by the program itself, the real rules would cost five milliseconds.
@@ -262,7 +189,7 @@ class OciRuntime:
         files = {}
         if "unsafe_no_seccomp" not in spec.unsafe:
             files[_instance.EXEC_FILTER_FD] = _instance.filter_file(self._tools, seccomp.exec_filter(spec.seccomp))
-        command = [self._find(), "--root", self._records, *self._program.options]
+        command = [self._program(), "--root", self._records, *self._called.options]
         command += ["run", "--detach", "--preserve-fds", str(1 + len(files)), "--bundle", spec.directory]
         command += ["--pid-file", f"{spec.directory}/runtime.pid", spec.instance_id]
         return _instance.Launcher(
@@ -273,8 +200,8 @@ class OciRuntime:
             log=f"{_instance.VIEW}/disk/{disk.LOG}",
             files=files,
             limits=spec.limits,
-            leave=_unused_v2() if self._program.groups == "without v2" else "",
-            read_only=_group_mounts() if self._program.groups == "read-only" else (),
+            leave=_unused_v2() if self._called.groups == "without v2" else "",
+            read_only=_group_mounts() if self._called.groups == "read-only" else (),
         )
 
     def _find_init(self, spec: InstanceSpec, group: Cgroup) -> ProcessRef:
@@ -316,130 +243,45 @@ class OciRuntime:
             inodes_free=inodes,
         )
 
-    def _group(self, instance_id: str) -> Cgroup:
-        return cgroups.host().open(self._group_name(instance_id))
-
-    def _group_name(self, instance_id: str) -> str:
-        return f"{self._installation}/{instance_id}"
+    def _answer(self, ref: InstanceRef) -> Instance:
+        tree, one_uid = ref.data["tree"], bool(ref.data["one_uid"])
+        return Instance(
+            ref=ref,
+            tree=HostTree(tree["path"], tree["uid"], tree["gid"], "image"),
+            exec_uid=oci.SANDBOX_UID,
+            guest_uid=oci.SANDBOX_UID if one_uid else 0,
+            same_uid=one_uid,
+        )
 
     # -- ending
 
-    def _stop(self, ref: InstanceRef, timeout_s: float) -> list[str]:
-        """End every process of the instance, one that is just being started too; -> what still lives."""
-        group = self._group(ref.instance_id)
-        base = self._ids.find(ref.instance_id)
-        end = time.monotonic() + timeout_s
-        pause = 0.002
-        while True:
-            group.kill(max(0.1, end - time.monotonic()))
-            if (init := _instance.init_of(ref)) is not None:
-                process.kill(init)
-                process.wait_gone_blocking(init, 0.05)  # it leaves the group a while before it is gone
-            starting = _instance.starting(ref.directory)  # first: a launcher enters the group before it lets go
-            alive = group.procs()
-            if not alive and base is not None:
-                # The ids are the instance's alone, so whatever runs under one of them is its own, wherever it hides.
-                alive = _instance.end_strays(partial(userns.processes_of, base))
-            if not alive and not ref.data:
-                for stray in _instance.holders(ref.directory):
-                    alive.append(stray.pid)
-                    process.kill(stray)
-            if not alive and not starting:
-                if init is not None:
-                    process.collect(init)
-                return []
-            if time.monotonic() > end:
-                return [f"process {pid}" for pid in alive] or ["a launcher that has not ended"]
-            time.sleep(pause)
-            pause = min(0.05, pause * 2)
-
-    def _destroy(self, ref: InstanceRef) -> Evidence:
-        notes: list[str] = []
-        with self._turns.of(ref.instance_id):
-            left = self._clear(ref, notes)
-            if not left:
-                faults.point("runtime.destroy.directory")
-                left = [f"mount {point}" for point in mounts.mounts_below(ref.directory)]
-                if not left:
-                    disk.remove_tree(ref.directory)
-        return Evidence(clean=not left, left=tuple(left), notes=tuple(notes))
-
-    def _clear(self, ref: InstanceRef, notes: list[str]) -> list[str]:
-        """End and remove all that belongs to the instance except its directory itself; -> what is left."""
-        clock = _instance.Phases()
-        left = self._stop(ref, _STOP_S)
-        if left:
-            return left  # nothing may be taken from under a living process
-        clock.lap("stop")
-        faults.point("runtime.destroy.stopped")
+    def _unmake(self, ref: InstanceRef) -> None:
         disk.remove_tree(f"{self._records}/{ref.instance_id}")
-        group = self._group(ref.instance_id)
-        if not group.exists():  # or it bears the name of an installation that is forgotten
-            cgroups.host().remove_empty(ref.instance_id)
-        left += [f"cgroup {path}" for path in group.remove()]
-        faults.point("runtime.destroy.cgroup")
-        clock.lap("cgroup")
-        left += _instance.clear_place(ref.directory)
-        clock.lap("disk")
-        faults.point("runtime.destroy.disk")
-        _instance.remove_files(ref.directory, "instance.json", "runtime.pid", "config.json", _instance.LOCK)
-        if not left:
-            self._ids.release(ref.instance_id)
-        notes.append(str(clock))
-        return left
 
-    # -- probing
+    # -- trying
 
-    def _probe(self) -> RuntimeInfo:
-        version, level = None, self._program.security_level
-        try:
-            program = self._find()
-            if os.geteuid() != 0:
-                raise CorralError("runtime_unavailable", f"{self.name} is used by root only", hint="use bubblewrap")
-            version = _version(program)
-            limits, two_uids, start_ms = self._try()
-        except (CorralError, OSError, subprocess.SubprocessError) as error:
-            reason = error.detail if isinstance(error, CorralError) else str(error)
-            return RuntimeInfo(self.name, False, reason, level, version, {}, LimitModes())
-        freezer = "freezer" in cgroups.host().v1 or cgroups.host().v2 is not None
-        capabilities = {
-            "pause": freezer,
-            "snapshot": False,
-            "memory_snapshot": False,
-            "fork": False,
-            "resize": False,
-            "two_uids": two_uids,
-            "one_uid": True,
-            "host_pids": True,
-            "cgroup": True,
-        }
-        return RuntimeInfo(self.name, True, None, level, version, capabilities, limits, round(start_ms, 1))
-
-    def _find(self) -> str:
-        found = shutil.which(self._program.command, path=_instance.PATH)
+    def _program(self) -> str:
+        found = shutil.which(self._called.command, path=_instance.PATH)
         if found is None:
-            hint = f"install the package {self._program.package}"
+            hint = f"install the package {self._called.package}"
             raise CorralError("runtime_unavailable", f"{self.name} is not installed", hint=hint)
         return found
 
-    def _try(self) -> tuple[LimitModes, bool, float]:
+    def _usable(self, version: str | None) -> RuntimeInfo:
         """Start the smallest program there is with everything on, and look from the host at what holds it."""
+        start_ms, (limits, two_uids) = _probe.fastest(self._once)
+        can = _adapter.capabilities(
+            pause=_adapter.can_freeze(), two_uids=two_uids, one_uid=True, host_pids=True, cgroup=True
+        )
+        return RuntimeInfo(self.name, True, None, self._level, version, can, limits, round(start_ms, 1))
 
-        def once() -> tuple[float, tuple[LimitModes, bool]]:
-            with _probe.spec(self._state_dir, self._installation) as spec:
-                try:
-                    began = time.monotonic()
-                    with socket.socket(socket.AF_UNIX) as control:
-                        instance = self._create(spec, control)
-                    took = (time.monotonic() - began) * 1000
-                    seen = took, (self._seen(instance, spec.limits), instance.guest_uid == 0)
-                finally:
-                    evidence = self._destroy(self.partial_ref(spec.directory, spec.instance_id))
-                _probe.must_be_clean(self.name, evidence)
-                return seen
+    def _once(self) -> tuple[float, tuple[LimitModes, bool]]:
+        def make(spec: InstanceSpec) -> Instance:
+            with socket.socket(socket.AF_UNIX) as control:
+                return self._make(spec, control, _adapter.PROBE_START_S)
 
-        start_ms, (limits, two_uids) = _probe.fastest(once)
-        return limits, two_uids, start_ms
+        with self._trial(make) as (instance, spec, took):
+            return took, (self._seen(instance, spec.limits), instance.guest_uid == 0)
 
     def _seen(self, instance: Instance, limits: Limits) -> LimitModes:
         group = self._group(instance.ref.instance_id)
@@ -457,28 +299,6 @@ class OciRuntime:
             inodes="enforced" if inodes <= 4 * limits.inodes else "absent",
             tmp="enforced" if tmp else "absent",
         )
-
-
-def _answer(ref: InstanceRef) -> Instance:
-    tree, one_uid = ref.data["tree"], bool(ref.data["one_uid"])
-    return Instance(
-        ref=ref,
-        tree=HostTree(tree["path"], tree["uid"], tree["gid"], "image"),
-        exec_uid=oci.SANDBOX_UID,
-        guest_uid=oci.SANDBOX_UID if one_uid else 0,
-        same_uid=one_uid,
-    )
-
-
-def _version(program: str) -> str | None:
-    try:
-        said = subprocess.run(
-            [program, "--version"], capture_output=True, env={"PATH": _instance.PATH}, cwd="/", timeout=10
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    match = re.search(rb"version ([0-9][^\s]*)", said.stdout)
-    return match[1].decode("ascii", "replace") if match else None
 
 
 def _group_mounts() -> tuple[str, ...]:

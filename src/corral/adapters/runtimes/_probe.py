@@ -9,16 +9,20 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import re
+import select
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from corral.adapters.runtimes import _instance
 from corral.domain.ids import new_id, ulid_of
 from corral.domain.limits import MIB, Limits
 from corral.errors import CorralError
-from corral.linux import mounts
+from corral.linux import mounts, nsproc, process
 from corral.ports.runtime import Evidence, InstanceSpec
 
 LIMITS = Limits(memory_bytes=64 * MIB, pids=16, disk_bytes=4 * MIB, inodes=64, tmp_bytes=MIB)
@@ -32,6 +36,8 @@ _PAUSE = {
 
 LOCK = "probe.lock"
 _TIMES, _LONGEST_S = 3, 0.3
+_VERSION_S, _VERSION_BYTES = 6.0, 4096
+_VERSION = re.compile(r"\S+\s+(?::\s*)?(?:version\s+)?(?=\S*[0-9])([A-Za-z0-9_.+~-]{1,64})(?:\s|$)")
 T = TypeVar("T")
 
 
@@ -42,6 +48,50 @@ def fastest(once: Callable[[], tuple[float, T]]) -> tuple[float, T]:
     while len(tries) < _TIMES and time.monotonic() < end:
         tries.append(once())
     return min(tries, key=lambda one: one[0])
+
+
+def version(program: str) -> str | None:
+    """What `program --version` names; None where it names none, or does not run. Raises `runtime_unavailable` when it does not end.
+
+    It may be anything: only the beginning of what it says is read, and what it has started ends with it.
+    """
+    try:
+        child = subprocess.Popen(
+            [program, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": _instance.PATH},
+            cwd="/",
+            start_new_session=True,
+        )
+    except OSError:
+        return None
+    leader = process.ref_of(child.pid)
+    assert leader is not None and child.stdout is not None  # not reaped yet, so it is there
+    said, end = b"", time.monotonic() + _VERSION_S
+    try:
+        with child.stdout:
+            while len(said) < _VERSION_BYTES:
+                if not select.select([child.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                    break
+                if not (part := os.read(child.stdout.fileno(), _VERSION_BYTES)):
+                    break
+                said += part
+        if not process.wait_gone_blocking(leader, max(0.0, end - time.monotonic())):
+            why = f"{program} --version did not end in {_VERSION_S:.0f} s"
+            raise CorralError("runtime_unavailable", why, hint="see whether the program is what it should be")
+    finally:
+        end = time.monotonic() + _VERSION_S
+        while (
+            left := nsproc.in_session(child.pid)
+        ) and time.monotonic() < end:  # not reaped yet: the number is its own
+            for one in left:
+                process.kill(one)
+            process.wait_gone_blocking(left[0], 0.05)
+        status = child.wait()
+    found = _VERSION.match(said.decode("ascii", "replace"))
+    return found[1] if found and status == 0 else None
 
 
 def must_be_clean(runtime: str, evidence: Evidence) -> None:

