@@ -34,8 +34,10 @@ DELAYS: dict[str, float] = {
 BUILT_IN = frozenset({"bubblewrap", "crun", "fake", "runc", "runsc"})
 """Runtimes of this distribution."""
 
-DEFENCES = frozenset({"unsafe_no_seccomp", "unsafe_one_uid", "unsafe_dumpable_guest", "unsafe_no_landlock"})
-"""What tests may switch off, one by one, to show that it is what holds."""
+DEFENCES = frozenset(
+    {"unsafe_any_grade", "unsafe_dumpable_guest", "unsafe_no_landlock", "unsafe_no_seccomp", "unsafe_one_uid"}
+)
+"""What may be switched off, one by one: by tests, to show that it is what holds. `unsafe_any_grade` is of the guard, not of a sandbox."""
 
 
 OCI_GROUPS = ("as they are", "read-only", "without v2")

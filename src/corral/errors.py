@@ -59,6 +59,7 @@ CODES: dict[str, Code] = {
     "too_large": Code(413, 125, False, "The request is too large"),
     "quota_exceeded": Code(429, 125, True, "The quota is used up"),
     "runtime_unavailable": Code(503, 125, False, "No runtime can do this here"),
+    "isolation_unavailable": Code(503, 125, False, "No runtime here isolates as much as is asked for"),
     "template_unavailable": Code(503, 125, False, "The template cannot be built here"),
     "template_in_use": Code(409, 125, False, "A sandbox uses the template"),
     "node_unavailable": Code(503, 125, True, "The node does not answer"),

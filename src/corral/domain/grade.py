@@ -20,7 +20,11 @@ Kind = Literal["must", "should", "may"]
 _COSTS: dict[Kind, Letter] = {"must": "D", "should": "C", "may": "B"}
 HELD = ("memory", "pids", "disk", "inodes", "tmp")
 
+ACCEPTABLE: tuple[Letter, ...] = ("A", "B", "C")
+"""What a policy may demand. D is what no program is given to, unless the operator opts out by name (`ANY_GRADE`)."""
 NO_FILTER = "unsafe_no_seccomp"
+ANY_GRADE = "unsafe_any_grade"
+"""Switches no defence off: it lets a runtime through that is not graded well enough, and says so each time."""
 UNSAFE_HINT = "start the service without CORRAL_UNSAFE"
 
 
@@ -86,6 +90,7 @@ def grade_runtime(
     unsafe: Collection[str] = (),
 ) -> Grade:
     """What a runtime is worth on this host; `unsafe` names the defences that are switched off."""
+    unsafe = set(unsafe) - {ANY_GRADE}
     if not usable:
         return Grade("D", f"not usable: {reason or 'it does not work here'}", "see corral doctor for what it lacks")
     must = [check for check in host if check.kind == "must" and check.ok is False]

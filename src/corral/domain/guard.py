@@ -12,6 +12,7 @@ from typing import Any
 
 from corral.domain.intent import ResourceIntent
 from corral.domain.limits import KIB, MIB, LimitModes, Limits
+from corral.domain.placement import Needs
 from corral.domain.policy import Policy, ResourceClass
 from corral.domain.quantities import format_bytes, format_seconds, shown
 from corral.domain.request import Placement, ResourceWishes
@@ -39,8 +40,8 @@ class GuardDecision:
     """The member of the policy that decided, such as `caps.memory`."""
     template: str = ""
     ttl_s: float = 0.0
-    isolation_floor: int = 0
-    require_enforced: frozenset[str] = frozenset()
+    needs: Needs = field(default_factory=Needs)
+    """What placement has to find a runtime for."""
 
     @property
     def allowed(self) -> bool:
@@ -58,6 +59,7 @@ class GuardDecision:
             "rule": self.rule,
             "template": self.template,
             "ttl_s": self.ttl_s,
+            "needs": self.needs.as_dict(),
         }
 
     def error(self) -> CorralError:
@@ -98,13 +100,13 @@ def decide(
         resource_class = (
             policy.smallest_class(limits.cpu, limits.memory_bytes, limits.disk_bytes, limits.pids) or CUSTOM_CLASS
         )
+    needs = policy.needs(placement.isolation)
     common = {
         "resource_class": resource_class,
         "limits": limits,
         "template": template,
         "ttl_s": ttl,
-        "isolation_floor": policy.isolation_floor,
-        "require_enforced": policy.require_enforced,
+        "needs": needs,
     }
     if denials:
         first = denials[0]
@@ -119,7 +121,7 @@ def decide(
             rule=first.rule,
             **common,  # type: ignore[arg-type]
         )
-    reason = "; ".join([f"class {resource_class} of policy {policy.name}", *notes])
+    reason = "; ".join([f"class {resource_class} of policy {policy.name}", needs.words, *notes])
     return GuardDecision(verdict="allow", reason=reason, **common)  # type: ignore[arg-type]
 
 

@@ -1,11 +1,16 @@
-"""Which runtime: a pure choice over what the probes found, with its reason and all that was considered."""
+"""Which runtime: a pure choice over what the probes found, with its reason and all that was considered.
+
+What a request's isolation needs (`Needs`) comes from the policy: a level, limits that the kernel holds, and a grade
+(`corral.domain.grade`), which is what host and runtime were found to be worth. A runtime that is not graded has the lowest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
+from corral.domain.grade import ANY_GRADE, Grade, Letter, at_least
 from corral.domain.limits import LimitModes
 from corral.errors import CorralError
 
@@ -15,6 +20,39 @@ CONTRACT_RUNTIMES = ("bubblewrap", "crun", "runc", "runsc")
 NEVER_BY_DEFAULT = frozenset({"fake"})
 STRONG = 2
 """Least security level of `--isolation strong`."""
+UNGRADED = Grade("D", "not graded", "corral doctor --security grades it")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The least that a runtime must be for a request: `isolation` as asked for (`standard` or `strong`), the rest by the policy."""
+
+    isolation: str = "standard"
+    level: int = 0
+    grade: Letter = "D"
+    enforced: frozenset[str] = frozenset()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON; `from_dict` is the inverse."""
+        return {
+            "isolation": self.isolation,
+            "level": self.level,
+            "grade": self.grade,
+            "enforced": sorted(self.enforced),
+        }
+
+    @classmethod
+    def from_dict(cls, doc: Mapping[str, Any]) -> Needs:
+        """Needs as stored by `as_dict`."""
+        return cls(doc["isolation"], doc["level"], doc["grade"], frozenset(doc["enforced"]))
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        parts = [f"grade {self.grade} or better"] if self.grade != "D" else []
+        parts += [f"level {self.level} or more"] if self.level else []
+        parts += [f"{', '.join(sorted(self.enforced))} held by the kernel"] if self.enforced else []
+        return f"isolation {self.isolation} takes {', '.join(parts) if parts else 'any runtime'}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +65,7 @@ class RuntimeFacts:
     security_level: int
     start_ms: float | None = None
     modes: LimitModes = field(default_factory=LimitModes)
+    grade: Grade = UNGRADED
 
 
 @dataclass(frozen=True)
@@ -37,6 +76,7 @@ class Considered:
     security_level: int
     start_ms: float | None
     rejected: str | None
+    grade: Letter = "D"
 
 
 @dataclass(frozen=True)
@@ -48,6 +88,9 @@ class PlacementChoice:
     modes: LimitModes
     reason: str
     considered: tuple[Considered, ...] = ()
+    grade: Grade = UNGRADED
+    let_through: str | None = None
+    """Why it should not have been taken, where the operator said that it may be."""
 
     def as_dict(self) -> dict[str, Any]:
         """`decisions.placement` of a run; the template's digest is added by who knows it."""
@@ -56,6 +99,7 @@ class PlacementChoice:
             "reason": self.reason,
             "runtime": self.runtime,
             "security_level": self.security_level,
+            "grade": self.grade.letter,
             "considered": [asdict(item) for item in self.considered],
         }
 
@@ -63,36 +107,63 @@ class PlacementChoice:
 def choose(
     facts: Sequence[RuntimeFacts],
     wanted_runtime: str | None = None,
-    isolation: str | None = None,
-    floor: int = 0,
-    require_enforced: Collection[str] = (),
+    needs: Needs = Needs(),
+    *,
+    any_grade: bool = False,
 ) -> PlacementChoice:
     """The runtime for a request.
 
     Asked for by name: that one or an error, never another. `strong`: the fastest of level 2 or 3. Else the fastest of level 1, and
-    where there is none the highest level there is. Nothing below `floor`, nothing that does not enforce what the policy demands.
+    where there is none the highest level there is. Nothing that is less than `needs`, but for its grade where `any_grade` is given.
+    `isolation_unavailable` where something works here and none of it is enough, else `runtime_unavailable`.
     """
     if wanted_runtime is not None:
         _known(facts, wanted_runtime)
-    least = max(floor, STRONG if isolation == "strong" else 0)
+    verdicts = {fact.name: _Verdict.of(fact, wanted_runtime, needs, any_grade) for fact in facts}
     considered = tuple(
-        Considered(
-            fact.name,
-            fact.security_level,
-            fact.start_ms,
-            _rejected(fact, wanted_runtime, least, isolation, require_enforced),
-        )
+        Considered(fact.name, fact.security_level, fact.start_ms, verdicts[fact.name].rejected, fact.grade.letter)
         for fact in sorted(facts, key=lambda fact: fact.name)
     )
-    accepted = {item.name for item in considered if item.rejected is None}
-    candidates = [fact for fact in facts if fact.name in accepted]
+    candidates = [fact for fact in facts if verdicts[fact.name].rejected is None]
     if not candidates:
-        _refuse(considered, wanted_runtime, isolation, floor)
+        _refuse(considered, wanted_runtime, needs, any(verdict.too_weak for verdict in verdicts.values()))
     if wanted_runtime is not None:
         best, why = candidates[0], "asked for by name"
     else:
-        best, why = _best(candidates, least)
-    return PlacementChoice(best.name, best.security_level, best.modes, why, considered)
+        best, why = _best(candidates, needs.level)
+    through = verdicts[best.name].let_through
+    reason = f"{why}; grade {best.grade.letter}" + (f", {through}" if through else "")
+    return PlacementChoice(best.name, best.security_level, best.modes, reason, considered, best.grade, through)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """`too_weak`: it works, and would be taken if less isolation were asked for."""
+
+    rejected: str | None
+    too_weak: bool = False
+    let_through: str | None = None
+
+    @classmethod
+    def of(cls, fact: RuntimeFacts, wanted: str | None, needs: Needs, any_grade: bool) -> _Verdict:
+        if wanted is not None and fact.name != wanted:
+            return cls(f"{wanted} was asked for")
+        if wanted is None and fact.name in NEVER_BY_DEFAULT:
+            return cls("isolates nothing: only on request")
+        if not fact.usable:
+            return cls(fact.reason or "does not work here")
+        if fact.security_level < needs.level:
+            by = "isolation strong needs" if needs.isolation == "strong" else "policy demands"
+            return cls(f"is of level {fact.security_level}, {by} {needs.level} or more", True)
+        weak = [name for name in sorted(needs.enforced) if getattr(fact.modes, name, "absent") != "enforced"]
+        if weak:
+            return cls(f"policy demands that {', '.join(weak)} be enforced", True)
+        if at_least(fact.grade.letter, needs.grade):
+            return cls(None)
+        short = (
+            f"is of grade {fact.grade.letter} ({fact.grade.reason}), isolation {needs.isolation} needs {needs.grade}"
+        )
+        return cls(None, let_through=f"{short}: let through by {ANY_GRADE}") if any_grade else cls(short, True)
 
 
 def _best(candidates: Sequence[RuntimeFacts], least: int) -> tuple[RuntimeFacts, str]:
@@ -128,42 +199,26 @@ def _known(facts: Sequence[RuntimeFacts], wanted: str) -> None:
     )
 
 
-def _rejected(
-    fact: RuntimeFacts, wanted: str | None, least: int, isolation: str | None, require_enforced: Collection[str]
-) -> str | None:
-    if wanted is not None and fact.name != wanted:
-        return f"{wanted} was asked for"
-    if wanted is None and fact.name in NEVER_BY_DEFAULT:
-        return "isolates nothing: only on request"
-    if not fact.usable:
-        return fact.reason or "does not work here"
-    if fact.security_level < least:
-        by = "isolation strong needs" if isolation == "strong" else "policy demands"
-        return f"is of level {fact.security_level}, {by} {least} or more"
-    weak = [name for name in sorted(require_enforced) if getattr(fact.modes, name, "absent") != "enforced"]
-    if weak:
-        return f"policy demands that {', '.join(weak)} be enforced"
-    return None
-
-
-def _refuse(considered: Sequence[Considered], wanted: str | None, isolation: str | None, floor: int) -> NoReturn:
+def _refuse(considered: Sequence[Considered], wanted: str | None, needs: Needs, too_weak: bool) -> NoReturn:
+    code = "isolation_unavailable" if too_weak else "runtime_unavailable"
     listed = [asdict(item) for item in considered]
     if wanted is not None:
         why = next(item.rejected for item in considered if item.name == wanted)
         raise CorralError(
-            "runtime_unavailable",
+            code,
             f"the runtime {wanted} cannot be used here: {why}",
-            hint="leave runtime out to take what works here; corral doctor shows all",
+            hint="leave runtime out to take what works here; corral doctor --security shows all",
             field="/runtime",
             considered=listed,
         )
     reasons = "; ".join(f"{item.name}: {item.rejected}" for item in considered) or "none is installed"
-    if isolation == "strong":
-        hint = "isolation standard may be possible; corral doctor shows what is missing for a stronger one"
-    elif floor:
+    if needs.isolation == "strong":
+        hint = "isolation standard may be possible; corral doctor --security shows what is missing for a stronger one"
+    elif too_weak:
         hint = (
-            "the policy's isolation.floor or require_enforced is above what this host can do; corral doctor shows all"
+            "the policy's isolation is above what this host can do: corral doctor --security says what would mend it; "
+            f"its operator may lower isolation.grades, or start the service with CORRAL_UNSAFE={ANY_GRADE}"
         )
     else:
         hint = "corral doctor shows what each runtime lacks"
-    raise CorralError("runtime_unavailable", f"no runtime can take this: {reasons}", hint=hint, considered=listed)
+    raise CorralError(code, f"no runtime can take this: {reasons}", hint=hint, considered=listed)

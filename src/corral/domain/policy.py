@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
+from corral.domain.grade import ACCEPTABLE, Letter
 from corral.domain.limits import LIMIT_NAMES
+from corral.domain.placement import STRONG, Needs
 from corral.domain.quantities import parse_seconds, parse_size, shown
 from corral.errors import CorralError
 
@@ -21,6 +23,8 @@ SECCOMP_PROFILES = ("default", "debug", "browser")
 MEND = "mend the policy file; policy/default.yaml of the distribution shows every member"
 
 
+GRADES: Mapping[str, Letter] = {"standard": "C", "strong": "A"}
+"""The least grade of a runtime for each isolation, where a policy does not say."""
 ANY_TEMPLATE = "*"
 """In `templates`: whatever recipe the operator has added; a caller's first use of one builds it."""
 
@@ -86,7 +90,15 @@ class Policy:
     templates: dict[str, TemplateRule]
     isolation_floor: int = 0
     require_enforced: frozenset[str] = frozenset()
+    grades: Mapping[str, Letter] = field(default_factory=lambda: dict(GRADES))
+    """Isolation -> the least grade of a runtime for it."""
     networks: frozenset[str] = field(default_factory=lambda: frozenset({"none"}))
+
+    def needs(self, isolation: str | None) -> Needs:
+        """What a runtime must be for a request of this isolation (None = the caller said nothing)."""
+        asked = isolation or "standard"
+        level = max(self.isolation_floor, STRONG if asked == "strong" else 0)
+        return Needs(asked, level, self.grades[asked], self.require_enforced)
 
     def template_rule(self, name: str) -> TemplateRule | None:
         """What callers may do with a template: its own rule, else that of `*`, else None: not allowed."""
@@ -120,7 +132,7 @@ class Policy:
             for name, entry in top.nodes("templates", {"root", "seccomp"}).items()
         }
         defaults = _defaults(top.node("defaults", set(_DEFAULTS)), classes, templates, caps)
-        isolation = top.node("isolation", {"floor", "require_enforced"})
+        isolation = top.node("isolation", {"floor", "require_enforced", "grades"})
         floor = isolation.get("floor", _integer, 0)
         if not 0 <= floor <= 3:
             isolation.fail("floor", f"a security level is from 0 to 3, not {floor}")
@@ -129,6 +141,9 @@ class Policy:
             isolation.fail(
                 "require_enforced", f"there is no limit {shown(unknown[0])}; known: {', '.join(LIMIT_NAMES)}"
             )
+        grades = isolation.get("grades", _grades, dict(GRADES))
+        if ACCEPTABLE.index(grades["strong"]) > ACCEPTABLE.index(grades["standard"]):
+            isolation.fail("grades", "strong may not take less than standard")
         networks = top.get("networks", _words)
         if unknown := sorted(set(networks) - {"none"}):
             top.fail("networks", f"this version knows the network none only, not {shown(unknown[0])}")
@@ -141,6 +156,7 @@ class Policy:
             templates=templates,
             isolation_floor=floor,
             require_enforced=frozenset(enforced),
+            grades=grades,
             networks=frozenset(networks),
         )
 
@@ -317,6 +333,17 @@ def _word(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"must be text, not {shown(value)}")
     return value
+
+
+def _grades(value: Any) -> dict[str, Letter]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be a mapping of isolation to grade, not {shown(value)}")
+    if unknown := [name for name in value if name not in GRADES]:
+        raise ValueError(f"there is no isolation {shown(unknown[0])}; known: {', '.join(GRADES)}")
+    for letter in value.values():
+        if letter not in ACCEPTABLE:
+            raise ValueError(f"a grade is {', '.join(ACCEPTABLE)}, not {shown(letter)}")
+    return {**GRADES, **value}
 
 
 def _profiles(value: Any) -> tuple[str, ...]:

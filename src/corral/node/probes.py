@@ -1,4 +1,4 @@
-"""What each runtime can do here: found by its probe once per boot, user and version, kept in the state directory.
+"""What each runtime and the host can do: found by probes once per boot, user and version, kept in the state directory.
 
 A runtime whose probe is dear says by `probe_key()` what the answer depends on beside the host. What works is then kept for all state
 directories of root: in `/run`, where no one else can write, and which ends with the boot. A fresh look never takes it from there.
@@ -13,16 +13,61 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from corral.domain.grade import Check, check_dict
 from corral.domain.limits import LimitModes
 from corral.errors import CorralError
-from corral.linux import process, userns
+from corral.linux import process, seccomp, userns
 from corral.ports.runtime import Runtime, RuntimeInfo
 
 PROBE_S = 20.0
 PROBE_VERSION = 1
+
+
+class HostChecks:
+    """What the host's checks saw. Where one that must hold does not, the next process asks again: it may have been mended."""
+
+    def __init__(self, path: str, look: Callable[[], list[Check]]) -> None:
+        self._path = path
+        self._look = look
+        self._seen: list[Check] | None = None
+        self._lock = asyncio.Lock()
+
+    async def all(self, *, fresh: bool = False) -> list[Check]:
+        """Every check, in their order. Raises `infra_error`."""
+        async with self._lock:
+            if fresh or self._seen is None:
+                self._seen = None if fresh else self._load()
+            if self._seen is None:
+                self._seen = await asyncio.to_thread(self._look)
+                self._save(self._seen)
+            return self._seen
+
+    def _key(self) -> str:
+        return f"{_host()} {seccomp.version()}"
+
+    def _load(self) -> list[Check] | None:
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                data = json.load(file)
+            return [Check(**check) for check in data["checks"]] if data["key"] == self._key() else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _save(self, checks: list[Check]) -> None:
+        with contextlib.suppress(OSError):  # then the next process looks for itself
+            if any(check.kind == "must" and check.ok is False for check in checks):
+                os.unlink(self._path)
+                return
+            with open(self._path + ".new", "w", encoding="utf-8") as file:
+                json.dump({"key": self._key(), "checks": [check_dict(check) for check in checks]}, file)
+            os.replace(self._path + ".new", self._path)
+
+
+def _host() -> str:
+    return f"{process.boot_id()} {os.geteuid()} {PROBE_VERSION}"
 
 
 class Probes:
@@ -81,14 +126,11 @@ class Probes:
                 reason = f"the adapter failed: {error!r}"
             return RuntimeInfo(name, False, reason, 0, None, {}, LimitModes())
 
-    def _key(self) -> str:
-        return f"{process.boot_id()} {os.geteuid()} {PROBE_VERSION}"
-
     def _load(self) -> dict[str, RuntimeInfo]:
         try:
             with open(self._path, encoding="utf-8") as file:
                 data = json.load(file)
-            if data["key"] != self._key():
+            if data["key"] != _host():
                 return {}
             return {name: _info(info) for name, info in data["runtimes"].items() if info["usable"]}
         except (OSError, ValueError, KeyError, TypeError):
@@ -97,7 +139,7 @@ class Probes:
     def _save(self) -> None:
         runtimes = {name: dataclasses.asdict(info) for name, info in {**self._load(), **self._infos}.items()}
         with open(self._path + ".new", "w", encoding="utf-8") as file:
-            json.dump({"key": self._key(), "runtimes": runtimes}, file)
+            json.dump({"key": _host(), "runtimes": runtimes}, file)
         os.replace(self._path + ".new", self._path)
 
     # -- for all state directories of root -----------------------------------------------------------------------------
@@ -107,9 +149,7 @@ class Probes:
             key = getattr(self._runtimes[name], "probe_key", lambda: None)() if os.geteuid() == 0 else None
         if key is None:
             return None
-        return os.path.join(
-            self._run, f"probe-{name}-{hashlib.sha256(f'{self._key()} {key}'.encode()).hexdigest()[:24]}"
-        )
+        return os.path.join(self._run, f"probe-{name}-{hashlib.sha256(f'{_host()} {key}'.encode()).hexdigest()[:24]}")
 
     def _shared(self, names: list[str]) -> dict[str, RuntimeInfo]:
         found = {}

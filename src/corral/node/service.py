@@ -26,7 +26,7 @@ from corral.node.execs import Exec
 from corral.node.filecalls import FileCalls
 from corral.node.interpreter import ensure_interpreter
 from corral.node.journal import ExecEntry, InstanceEntry, Journal
-from corral.node.probes import Probes
+from corral.node.probes import HostChecks, Probes
 from corral.node.snapshots import MemorySnapshots
 from corral.node.spool import Spool
 from corral.node.templatecalls import TemplateCalls
@@ -92,6 +92,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         """Of the execs that ended last, as they are asked for at once."""
         self._lost: asyncio.Queue[str] = asyncio.Queue()
         self._probes = Probes(os.path.join(self._state, "node", "probes.json"), self._runtimes)
+        self._checks = HostChecks(os.path.join(self._state, "node", "checks.json"), posture.checks)
 
     # -- opening and closing -------------------------------------------------------------------------------------------
     async def open(self, progress: Progress | None = None) -> None:
@@ -250,8 +251,8 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         user: Literal["root", "user"] = "root" if os.geteuid() == 0 else "user"
         return HostFacts(kind, user, memory, len(os.sched_getaffinity(0)))
 
-    async def posture(self) -> list[Check]:
-        return await asyncio.to_thread(posture.checks)
+    async def posture(self, *, fresh: bool = False) -> list[Check]:
+        return await self._checks.all(fresh=fresh)
 
     async def instances(self) -> list[str]:
         return list(self._journal.instances)

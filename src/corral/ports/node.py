@@ -206,8 +206,8 @@ class Node(Protocol):
 
     async def host(self) -> HostFacts: ...
 
-    async def posture(self) -> list[Check]:
-        """What behaviour probes of the host see, for its grade (`domain.grade`); tried anew at each call."""
+    async def posture(self, *, fresh: bool = False) -> list[Check]:
+        """What behaviour probes of the host see, for its grade (`domain.grade`); kept like what the probes of runtimes find."""
         ...
 
     async def templates(self) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from corral import faults
 from corral.domain.facts import StreamFacts
 from corral.domain.guard import decide as guard_decide
 from corral.domain.limits import LimitModes, Limits
+from corral.domain.placement import Needs
 from corral.domain.plan import plan_by_rules
 from corral.domain.records import AuditRecord, ExecRecord, Idempotency, RunRecord, SandboxView
 from corral.domain.request import RunRequest, parse_run
@@ -23,6 +24,7 @@ from corral.domain.result import build_document, outcomeless_document, stream_do
 from corral.domain.run import OPEN
 from corral.errors import CorralError
 from corral.ports.node import ExecSpec, Node
+from corral.services import placing
 from corral.services.control import Core
 from corral.services.documents import read_limits
 from corral.services.events import Caller, StreamEvent
@@ -102,7 +104,7 @@ class Executor:
         core.check_open()
         request = parse_run(document, core.host)
         self._languages.runner(request.language)
-        await self._lifecycle.choose(request.placement, core.policy.isolation_floor, core.policy.require_enforced)
+        await placing.choose(core, request.placement, core.policy.needs(request.placement.isolation))
         run = RunRecord(
             run_id=core.id("run"),
             tenant_id=caller.tenant_id,
@@ -376,14 +378,15 @@ class Executor:
         run, core = flight.run, self._core
         placed = run.decisions.get("placement")
         if placed is None:
-            choice = await self._lifecycle.choose(
-                request.placement, core.policy.isolation_floor, core.policy.require_enforced
-            )
+            # Decided by a version that did not store what is needed: what the policy says now.
+            stored = guard.get("needs")
+            needs = Needs.from_dict(stored) if stored else core.policy.needs(request.placement.isolation)
+            choice = await placing.place(core, request.placement, needs, run.run_id)
             digest = await self._race(flight, core.node.ensure_template(guard["template"], core.progress))
             placed = {
                 **choice.as_dict(),
                 "template_digest": digest,
-                "seccomp": await self._lifecycle.profile(guard["template"]),
+                "seccomp": await placing.seccomp_profile(core, guard["template"]),
                 "modes": choice.modes.as_dict(),
                 "overshoot": dict(choice.modes.overshoot),
             }

@@ -16,10 +16,10 @@ from weakref import WeakValueDictionary
 from corral import faults
 from corral.domain.facts import ExecFacts
 from corral.domain.fence import Fence
+from corral.domain.grade import ANY_GRADE
 from corral.domain.instance import LIVE
 from corral.domain.lease import system_owner
 from corral.domain.limits import LimitModes, Limits
-from corral.domain.placement import PlacementChoice, RuntimeFacts, choose
 from corral.domain.records import (
     AuditRecord,
     CommandDone,
@@ -36,7 +36,6 @@ from corral.domain.records import (
     SandboxView,
     Transition,
 )
-from corral.domain.request import Placement
 from corral.domain.sandbox import Step, decide
 from corral.errors import CorralError
 from corral.ports.node import CreateInstance
@@ -329,38 +328,6 @@ class Lifecycle:
                 view = None
         raise CorralError("conflict", f"the sandbox {sandbox_id} changes all the time")
 
-    # -- placement -------------------------------------------------------------------------------------------------------------
-    async def choose(self, placement: Placement, floor: int, enforced: Collection[str]) -> PlacementChoice:
-        """Which runtime; raises what makes the wish impossible here, a template that policy allows and nobody can build too."""
-        if placement.template is not None and self._core.policy.template_rule(placement.template) is not None:
-            known = [str(template["name"]) for template in await self._core.node.templates()]
-            if placement.template not in known:
-                raise CorralError(
-                    "not_supported_yet",
-                    f"this version has no template {placement.template}",
-                    hint=f"use one of {', '.join(known)}" if known else "no template is installed",
-                    field="/template",
-                )
-        facts = [
-            RuntimeFacts(i.name, i.usable, i.reason, i.security_level, i.start_ms, i.limits)
-            for i in await self._core.node.runtimes()
-        ]
-        return choose(facts, placement.runtime, placement.isolation, floor, enforced)
-
-    async def profile(self, template: str) -> str:
-        """The profile of system calls of a built template; `policy_denied` where policy does not allow it for this template."""
-        core = self._core
-        wanted = await core.node.template_seccomp(template)
-        rule = core.policy.template_rule(template)
-        if wanted not in (rule.seccomp if rule is not None else ("default",)):
-            raise CorralError(
-                "policy_denied",
-                f"the template {template} asks for the seccomp profile {wanted}",
-                hint=f"the policy has to allow it: templates.{template}.seccomp: [{wanted}]",
-                field="/template",
-            )
-        return wanted
-
     # -- creation --------------------------------------------------------------------------------------------------------------
     async def begin(self, wanted: Wanted, idempotency: Idempotency | None = None) -> tuple[SandboxView, bool]:
         """The sandbox's row and its way to `provisioning`, made once per idempotency key; -> (view, whether by this call)."""
@@ -496,7 +463,7 @@ class Lifecycle:
             limits=wanted.limits,
             deadline_s=wanted.ttl_s + MARGIN_S,
             seccomp=wanted.seccomp,
-            unsafe=core.unsafe,
+            unsafe=core.unsafe - {ANY_GRADE},
         )
         if wanted.seccomp != "default":
             core.log(f"{row.sandbox_id}: weaker by its template {wanted.template}: seccomp profile {wanted.seccomp}")

@@ -18,6 +18,7 @@ from corral.domain.records import AuditRecord, EventRecord, ExecRecord, Idempote
 from corral.domain.request import ExecRequest, parse_exec, parse_sandbox
 from corral.errors import CorralError
 from corral.ports.node import ExecSpec
+from corral.services import placing
 from corral.services.control import Core
 from corral.services.documents import read_limits
 from corral.services.events import Caller, StreamEvent
@@ -67,11 +68,12 @@ class Sandboxes:
                 AuditRecord(caller.tenant_id, caller.owner, "guard.deny", "sandbox", {"reason": guard.reason})
             )
             raise guard.error()
-        choice = await self._lifecycle.choose(request.placement, guard.isolation_floor, guard.require_enforced)
+        sandbox_id = core.id("sbx")
+        choice = await placing.place(core, request.placement, guard.needs, sandbox_id)
         digest = await core.node.ensure_template(guard.template, core.progress)
-        seccomp = await self._lifecycle.profile(guard.template)
+        seccomp = await placing.seccomp_profile(core, guard.template)
         wanted = Wanted(
-            sandbox_id=core.id("sbx"),
+            sandbox_id=sandbox_id,
             tenant_id=caller.tenant_id,
             owner=caller.owner,
             runtime=choice.runtime,

@@ -9,6 +9,7 @@ from corral.domain.limits import LimitModes
 from corral.domain.records import ExecRecord, RunRecord, SandboxView
 from corral.domain.request import Placement
 from corral.errors import CorralError
+from corral.services import placing
 from corral.services.control import Core
 from corral.services.documents import Documents
 from corral.services.events import Caller
@@ -37,9 +38,9 @@ class Upkeep:
         self._sandboxes = sandboxes
         self._documents = documents
         self.templates = Templates(core, self._living)
-
         self._bases_looked_at_ms = core.now_ms()
         self._looking: asyncio.Task[None] | None = None
+
     # -- take-over -------------------------------------------------------------------------------------------------------------
     async def take_over(self) -> None:
         """Bring what the store has open and what the node has alive together (the node has adopted its journal already).
@@ -134,8 +135,8 @@ class Upkeep:
         """End what has outlived its TTL, and what was attached to a client that is gone."""
         core = self._core
         now = core.now_ms()
-        for view in await self._living():
         self._look_at_bases(now)
+        for view in await self._living():
             row = view.sandbox
             if row.expires_at <= now and row.state not in ("sanitizing", "terminated"):
                 work = self._lifecycle.destroy(row.sandbox_id, "ttl", event="ttl")
@@ -152,7 +153,6 @@ class Upkeep:
                 caller = Caller(view.sandbox.tenant_id)
                 core.spawn(self._sandboxes.cancel_exec(caller, record.exec_id, "client_gone"), record.exec_id)
 
-    # -- gc and doctor ---------------------------------------------------------------------------------------------------------
     def _look_at_bases(self, now_ms: int) -> None:
         """From time to time, beside the rest: removing a base may take longer than the next look at the TTLs can wait."""
         self._bases_looked_at_ms = min(self._bases_looked_at_ms, now_ms)  # the clock may have been set back
@@ -168,6 +168,7 @@ class Upkeep:
         except (CorralError, OSError) as error:  # the next one comes
             self._core.log(f"sweep of bases: {error}")
 
+    # -- gc and doctor ---------------------------------------------------------------------------------------------------------
     async def gc(self) -> Json:
         """End what clients that are gone left running, finish removals, have the node remove what nobody owns; -> counts.
 
@@ -234,7 +235,7 @@ class Upkeep:
         """(what a request without wishes runs on, why); None = nothing can run here."""
         policy = self._core.policy
         try:
-            choice = await self._lifecycle.choose(Placement(), policy.isolation_floor, policy.require_enforced)
+            choice = await placing.choose(self._core, Placement(), policy.needs(None))
         except CorralError as error:
             return None, error.detail
         return choice.runtime, choice.reason
@@ -250,7 +251,7 @@ class Upkeep:
             "bases": await self.templates.bases(),
         }
         if security:
-            more["security"] = self._documents.security(runtimes, await core.node.posture(), core.unsafe)
+            more["security"] = self._documents.security(runtimes, await core.node.posture(fresh=True), core.unsafe)
         return self._documents.doctor(runtimes, default, await core.node.host(), await core.node.leftovers(), more)
 
 

@@ -42,6 +42,10 @@ def test_a_defence_that_is_switched_off_costs_the_grade() -> None:
         assert one.letter == "C" and "unsafe_no_landlock" in one.reason and "CORRAL_UNSAFE" in str(one.hint)
 
 
+def test_the_opt_out_of_the_guard_is_no_defence_of_a_sandbox() -> None:
+    assert grade_runtime(True, None, 2, {"two_uids": True}, HELD, FINE, {"unsafe_any_grade"}).letter == "A"
+
+
 def test_letters_are_ordered() -> None:
     assert worse("B", "C") == worse("C", "B") == "C"
     assert [at_least(letter, "B") for letter in LETTERS] == [True, True, False, False]

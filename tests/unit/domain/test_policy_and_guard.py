@@ -91,6 +91,24 @@ def test_a_wish_over_a_cap_is_denied_and_the_smallest_change_named(wishes, word,
     assert decide(fixed).allowed
 
 
+def test_the_guard_says_what_isolation_takes():
+    assert decide().needs == POLICY.needs("standard") == POLICY.needs(None)
+    assert decide().needs.grade == "C" and decide().needs.level == 0
+    assert "isolation standard takes grade C or better" in decide().reason
+    strong = decide(placement=Placement(isolation="strong"))
+    assert (strong.needs.level, strong.needs.grade) == (2, "A") and "isolation strong takes grade A" in strong.reason
+    assert strong.as_dict()["needs"]["grade"] == "A"
+
+
+def test_a_policy_may_ask_for_more_and_what_it_leaves_out_is_as_shipped():
+    asked = Policy.from_dict(changed("isolation", "grades", value={"standard": "A"}))
+    assert (asked.needs(None).grade, asked.needs("strong").grade) == ("A", "A")
+    silent = Policy.from_dict(changed("isolation", "grades", value=...))
+    assert (silent.needs(None).grade, silent.needs("strong").grade) == ("C", "A")
+    high = Policy.from_dict(changed("isolation", "floor", value=3))
+    assert (high.needs(None).level, high.needs("strong").level) == (3, 3)
+
+
 FIELDS = {
     "memory": "memory_bytes",
     "cpu": "cpu",
@@ -203,6 +221,10 @@ def test_root_needs_the_templates_leave():
         (("defaults", "timeout_s"), 10**6, "policy.defaults.timeout_s"),
         (("isolation", "floor"), 4, "policy.isolation.floor"),
         (("isolation", "require_enforced"), ["memori"], "policy.isolation.require_enforced"),
+        (("isolation", "grades"), "A", "policy.isolation.grades"),
+        (("isolation", "grades"), {"weak": "A"}, "policy.isolation.grades"),
+        (("isolation", "grades"), {"standard": "D"}, "policy.isolation.grades"),
+        (("isolation", "grades"), {"standard": "A", "strong": "B"}, "policy.isolation.grades"),
         (("templates", "host"), {"root": "yes"}, "policy.templates.host.root"),
         (("templates", "host"), {"seccomp": ["open"]}, "policy.templates.host.seccomp"),
         (("templates", "host"), {"seccomp": "debug"}, "policy.templates.host.seccomp"),

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from corral.domain.grade import Check
 from corral.domain.limits import LimitModes
-from corral.node.probes import Probes
+from corral.node.probes import HostChecks, Probes
 from corral.ports.runtime import RuntimeInfo
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="answers are shared between state directories of root only")
@@ -139,3 +140,32 @@ def test_whatever_one_adapter_does_the_others_are_of_use(
         assert broken.reason is not None and broken.reason.startswith(why)
     again = Probes(str(tmp_path / "probes.json"), {"r": Probed(usable=False)}, str(tmp_path / "run"))  # type: ignore[dict-item]
     assert asyncio.run(again.one("r")).usable, "what works is kept, whatever the other one did"
+
+
+def look_at_host(state: Path, seen: list[list[Check]], **how: Any) -> list[Check]:
+    return asyncio.run(HostChecks(str(state / "checks.json"), lambda: seen.pop(0)).all(**how))
+
+
+def test_the_checks_of_the_host_are_made_once_and_anew_when_asked_to(tmp_path: Path) -> None:
+    first, second = [Check("swap", "may", False, "1 in use", "swapoff")], [Check("swap", "may", True, "none")]
+    seen = [first, second]
+    assert look_at_host(tmp_path, seen) == first
+    assert look_at_host(tmp_path, seen) == first
+    assert look_at_host(tmp_path, seen, fresh=True) == second
+    assert look_at_host(tmp_path, seen) == second and seen == []
+
+
+def test_a_host_that_lacks_what_it_must_have_is_looked_at_again(tmp_path: Path) -> None:
+    fine, broken = [Check("filter", "must", True, "works")], [Check("filter", "must", False, "does not")]
+    seen = [fine, broken, broken, fine]
+    assert look_at_host(tmp_path, seen) == fine
+    assert look_at_host(tmp_path, seen, fresh=True) == broken, "and the older answer is gone"
+    assert look_at_host(tmp_path, seen) == broken
+    assert look_at_host(tmp_path, seen) == fine
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"key": 1}', '{"checks": [{}]}'])
+def test_a_damaged_answer_about_the_host_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "checks.json").write_text(text)
+    fine = [Check("filter", "must", True, "works")]
+    assert look_at_host(tmp_path, [fine]) == fine

@@ -71,6 +71,7 @@ class FakeNode:
         self.destroy_gate: asyncio.Event | None = None
         self.create_error: CorralError | None = None
         self.usable = True
+        self.checks: list[Check] | None = None
         self.profiles: dict[str, str] = {}
         self.more_templates: list[dict[str, Any]] = []
         self.builds: list[tuple[str, bool]] = []
@@ -78,8 +79,8 @@ class FakeNode:
         self.build_error: CorralError | None = None
         self.kept: frozenset[str] | None = None
         self.old_bases = 0
-        self.more_languages: list[str] = []
         self.sweep_error: CorralError | None = None
+        self.more_languages: list[str] = []
         self.there: set[str] = set()
         """Paths that `stat_file` finds in every instance."""
         self.removed: list[tuple[str, str]] = []
@@ -103,7 +104,9 @@ class FakeNode:
     async def template_seccomp(self, template: str) -> str:
         return self.profiles.get(template, "default")
 
-    async def posture(self) -> list[Check]:
+    async def posture(self, *, fresh: bool = False) -> list[Check]:
+        if self.checks is not None:
+            return self.checks
         return [Check("seccomp filter", "must", True, "works"), Check("swap", "may", False, "1 in use", "swapoff")]
 
     async def ensure_template(self, template: str, progress: Any = None) -> str:
@@ -130,11 +133,11 @@ class FakeNode:
         return {"name": name, "digest": "sha256:0", "freed_bytes": 1}
 
     async def sweep_templates(self, keep: frozenset[str]) -> dict[str, int]:
+        if self.sweep_error is not None:
+            raise self.sweep_error
         self.kept = keep
         return {"template_build": 0, "base": self.old_bases}
 
-        if self.sweep_error is not None:
-            raise self.sweep_error
     async def bases(self, keep: frozenset[str]) -> dict[str, Any]:
         return {"count": 1, "size_bytes": 1, "unused": 0, "unused_bytes": 0}
 
