@@ -19,6 +19,7 @@ import pytest
 
 from corral import Corral
 from corral.errors import CorralError
+from described import unlike
 from furnished import polyglot
 
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
@@ -118,10 +119,34 @@ def test_what_was_built_is_told_by_every_door(client: Corral, state: Path, built
         assert os.path.isdir(found["path"])
         assert found == template(state, "show", name)
     assert found["image"]["working_dir"] == "/srv"
+    assert client.templates.get("box")["archive"]["left_out"] == {}
     assert {"box", "image", "host"} <= {item["name"] for item in client.templates.list()}
     bases = client.request("GET", "/v1/doctor")["bases"]
     assert (bases["count"], bases["unused"]) == (2, 0)
     assert bases["size_bytes"] > 2 * os.path.getsize(BUSYBOX)
+
+
+def test_every_answer_has_the_members_that_the_document_names_and_no_others(client: Corral, state: Path) -> None:
+    for name in ("box", "image", "host"):  # of an archive, of an image, not built
+        assert unlike(client.request("GET", f"/v1/templates/{name}"), "TemplateDetail") == []
+    assert unlike(client.request("GET", "/v1/templates"), "TemplatePage") == []
+    assert unlike(client.request("POST", "/v1/templates", {"name": "box"}), "TemplateDetail") == []
+    (state / "base" / ".build-old").mkdir()
+    plain = client.request("GET", "/v1/doctor")
+    assert unlike(plain, "Doctor") == []
+    assert "template_build" in {item["kind"] for item in plain["leftovers"]}
+    graded = client.request("GET", "/v1/doctor", security="1")
+    assert unlike(graded, "Doctor") == []
+    assert graded["security"]["checks"]
+    run = client.run(command=["echo"], template="box")
+    assert unlike(client.request("GET", f"/v1/runs/{run.id}"), "Run") == []
+    assert unlike(client.request("GET", "/v1/runs"), "RunPage") == []
+    with client.sandboxes.create(template="box") as sandbox:
+        sandbox.exec(["echo"])
+        assert unlike(client.request("GET", f"/v1/sandboxes/{sandbox.id}"), "SandboxDetail") == []
+        assert unlike(client.request("GET", f"/v1/sandboxes/{sandbox.id}/execs"), "ExecPage") == []
+        assert unlike(client.request("GET", "/v1/sandboxes"), "SandboxPage") == []
+    assert unlike(client.request("POST", "/v1/gc"), "Garbage") == []
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -162,7 +187,9 @@ def test_a_hostile_archive_is_refused_by_name_and_leaves_nothing(client: Corral,
 
 def test_a_template_that_nobody_uses_is_removed_with_its_base(client: Corral) -> None:
     path = client.templates.get("box")["path"]
-    assert client.templates.delete("box")["freed_bytes"] > 0
+    gone = client.templates.delete("box")
+    assert unlike(gone, "Removed") == []
+    assert gone["freed_bytes"] > 0
     assert not os.path.exists(path)
     with pytest.raises(CorralError, match="not_found"):
         client.templates.get("box")
