@@ -92,11 +92,6 @@ def test_the_gofer_is_named_by_the_record() -> None:
     assert _runsc.gofer_pid(json.dumps({"goferPid": 4711, "sandbox": {"pid": 12}})) == 4711
 
 
-def test_the_version_is_what_runsc_says() -> None:
-    assert _runsc.version_of("runsc version 0.0~20221219.0\nspec: 1.0.2-dev\n") == "0.0~20221219.0"
-    assert _runsc.version_of("usage") is None
-
-
 def test_the_program_of_the_probe_is_one_loadable_piece() -> None:
     program = _runsc.probe_program("x86_64")
     assert program is not None and program.startswith(b"\x7fELF") and program.endswith(b"/tmp/f\0--")

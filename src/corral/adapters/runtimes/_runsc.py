@@ -7,7 +7,6 @@ mounts that the configuration names would each cost a connection to the gofer, a
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -122,12 +121,6 @@ def gofer_pid(record: str) -> int | None:
     except (ValueError, AttributeError):
         return None
     return found if type(found) is int and found > 1 else None
-
-
-def version_of(said: str) -> str | None:
-    """Out of `runsc --version`."""
-    match = re.search(r"version (\S+)", said)
-    return match[1] if match else None
 
 
 def host_limits(limits: Limits, *, launching: bool) -> Limits:
