@@ -88,7 +88,11 @@ def until(holds: Callable[[], Any]) -> None:
 
 
 @pytest.mark.root
-def test_scripts_run_as_ids_of_the_installation_and_what_they_made_is_roots(state: Path, repository: str) -> None:
+def test_scripts_run_as_ids_of_the_installation_and_what_they_made_is_roots(
+    state: Path, repository: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where only root comes
     ids = userns.SubordinateRange(f"test {state.name}", state_dir=str(state))
     recipe(state, repository, "left")
     built = asyncio.run(Templates(state, state / "recipes", ids=ids).ensure("small"))

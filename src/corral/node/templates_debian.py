@@ -175,7 +175,9 @@ def _mmdebstrap(recipe: Recipe, root: Path, progress: Progress, base: int | None
     ]
     suite = recipe.suite or host_suite()
     if base is not None:
-        _as_range(base, [*command, suite, f"{_TMP}/root", *recipe.sources], recipe, root, progress)
+        _as_range(
+            base, ["env", f"TMPDIR={_TMP}", *command, suite, f"{_TMP}/root", *recipe.sources], recipe, root, progress
+        )
         return
     # It unpacks as ids of the subordinate range, in a directory of its own that it removes itself; only a stream comes here.
     streaming = [*command, "--format=tar", suite, "-", *recipe.sources]

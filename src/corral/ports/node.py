@@ -231,7 +231,10 @@ class Node(Protocol):
         ...
 
     async def remove_template(self, name: str, keep: frozenset[str]) -> dict[str, Any]:
-        """Remove its base; `template_in_use` if that is one of `keep` (digests) or under an instance. -> `name digest freed_bytes`."""
+        """Remove its base; -> `name digest freed_bytes`.
+
+        `template_in_use` if that is one of `keep` (digests) or under an instance, `conflict` while one is built: it does not wait.
+        """
         ...
 
     async def sweep_templates(self, keep: frozenset[str]) -> dict[str, int]:
