@@ -468,12 +468,15 @@ def test_a_template_that_is_removed_says_what_it_freed(corral: Call, transport: 
 def test_a_template_is_shown_with_its_packages(corral: Call, transport: FakeTransport) -> None:
     document = built(
         kind="oci", description="d", path="/b", reason=None, size_bytes=2048, files=3, built_at=0.0, build_s=1.5,
-        languages=["c"], skills=[], sandboxes=["sbx_1"], image={"user": "app", "env": ["A=1"]}, packages={"gcc": "12"},
+        languages=["c"], skills=[], sandboxes=["sbx_1"], packages={"gcc": "12"}, start=["/bin/x", "-a"],
+        image={"user": "app", "env": ["A=1"], "left_out": {"device": 2, "mark": 1}},
     )  # fmt: skip
     transport.document = lambda method, path: document
     out = corral("template", "show", "mine").out.decode()
     for line in ("size: 2.0 KiB", "built at: 1970-01-01T00:00:00+00:00", "sandboxes: sbx_1", "image user: app", "gcc"):
         assert line in out
+    assert "start: /bin/x -a\n" in out
+    assert "left out: 2 devices 1 mark\n" in out
     assert corral("template", "show", "mine", "--json").json == document
 
 

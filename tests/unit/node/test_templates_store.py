@@ -408,11 +408,17 @@ def test_a_host_that_cannot_build_says_what_it_lacks_and_how_to_get_it(monkeypat
         assert found is not None
         return found.reason, found.hint
 
+    sysctl: dict[str, int] = {}
+    monkeypatch.setattr(templates_debian, "_sysctl", sysctl.get)
     assert lack("mmdebstrap") == ("needs mmdebstrap on the host", "install the package mmdebstrap")
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)
     assert lack("newgidmap") == ("needs newuidmap and newgidmap on the host", "install the package uidmap")
     assert "a subordinate range of 65536 ids" in lack()[0]
     assert "--add-subuids" in lack()[1]
+    for name in ("kernel/unprivileged_userns_clone", "user/max_user_namespaces"):
+        sysctl[name] = 0
+        assert lack() == ("needs user namespaces", lack()[1])
+        assert name.rpartition("/")[2] in lack()[1]
 
 
 def test_removal_on_a_fresh_state_directory_finds_nothing_built(tmp_path: Path) -> None:
