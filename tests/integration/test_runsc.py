@@ -82,9 +82,9 @@ class OneTemplate:
 class Host:
     """A node on a state directory, and fences by instance."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, installation: str | None = None) -> None:
         self.state = state
-        self.installation = f"rs{secrets.token_hex(4)}"
+        self.installation = installation or f"rs{secrets.token_hex(4)}"
         self.templates = OneTemplate(state / "rootfs")
         self.fences: dict[str, Fence] = {}
         self.node: LocalNode
@@ -129,6 +129,19 @@ def state() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def null_device() -> Iterator[None]:
+    """Whatever is started, saved and restored: the device of the host that every program has open stays what it is."""
+
+    def shown() -> tuple[int, int, int, int]:
+        found = os.stat("/dev/null")
+        return found.st_uid, found.st_gid, found.st_mode, found.st_rdev
+
+    before = shown()
+    yield
+    assert shown() == before
+
+
 @pytest.fixture
 async def host(state: Path) -> AsyncIterator[Host]:
     made = Host(state)
@@ -138,6 +151,12 @@ async def host(state: Path) -> AsyncIterator[Host]:
         await made.node.close()
         pytest.skip(f"runsc: {info.reason}")
     yield made
+    await settled(made)
+
+
+async def settled(made: Host) -> None:
+    """End all, close, and see that nothing is left."""
+    state = made.state
     await asyncio.gather(*(made.node.destroy(one, "test") for one in await made.node.instances()))
     left = await made.node.leftovers()
     await made.node.close()
@@ -189,6 +208,95 @@ async def test_no_user_of_the_host_reaches_the_control_socket_and_no_id_is_share
     assert ids and all(first <= one < first + 65536 for one in ids), ids
 
 
+WRAPPER = """#!/bin/sh
+place=/run/corral/i/rec
+for word; do [ "$word" = checkpoint ] && place=/run/corral/i/saved; done
+{ cat /proc/self/uid_map; readlink /proc/self/fd/0 /proc/self/fd/1 /proc/self/fd/2; } >$place/who
+exec %s "$@"
+"""
+
+
+def seen_by_runsc(path: Path) -> tuple[int, list[str]]:
+    """(host id that is 0 where it ran, what its standard streams are)"""
+    first, *streams = path.read_text().splitlines()
+    inside, outside, _ = (int(word) for word in first.split())
+    assert inside == 0
+    return outside, streams
+
+
+async def test_runsc_is_nobody_on_the_host_whatever_it_does_and_has_no_device_as_stream(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="corral-runsc-wrapper-") as name:
+        os.chmod(name, 0o755)
+        wrapper = Path(name) / "runsc"
+        wrapper.write_text(WRAPPER % shutil.which("runsc"))
+        wrapper.chmod(0o755)
+        monkeypatch.setattr(RunscRuntime, "_program", lambda _: str(wrapper))
+        ins = await host.create()
+        image = tmp_path / "image"
+        base = host.node._bodies[ins].tree.uid - 1000
+        told = [(base, seen_by_runsc(state_of(host, ins) / "m/rec/who"))]
+        assert (await host.node.checkpoint_instance(ins, host.fences[ins], str(image))).clean
+        told.append((base, seen_by_runsc(image / "who")))
+        request = host.request(2)
+        await host.node.restore_instance(request, str(image))
+        base = host.node._bodies[request.instance_id].tree.uid - 1000
+        told.append((base, seen_by_runsc(state_of(host, request.instance_id) / "m/rec/who")))
+    for base, (zero, streams) in told:
+        assert zero == base > 65536
+        assert streams and not [one for one in streams if one.startswith("/dev/")], streams
+    for path in image.iterdir():
+        assert (path.stat().st_uid, path.stat().st_mode & 0o077) == (0, 0) or path.name == snapshots.MANIFEST, path
+
+
+ORPHANS = """
+import asyncio, ctypes, os, sys
+from pathlib import Path
+from tests.integration.test_runsc import Host, settled
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # as PID 1 of a container: orphans are ours
+def children():
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        found += Path(f"/proc/self/task/{thread}/children").read_text().split()
+    return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in found]
+async def main():
+    host = Host(Path(sys.argv[1]))
+    await host.open()
+    came = 0
+    for _ in range(int(sys.argv[2])):
+        ins = await host.create()
+        await host.run(ins, "sh", "-c", "sleep 1000 & sleep 1000 & true")
+        came += len(children())
+        await host.node.destroy(ins, "test")
+    print(came, children().count("Z"), flush=True)
+    await settled(host)
+asyncio.run(main())
+"""
+
+
+async def in_another_process(code: str, *arguments: str, **environment: str) -> tuple[int | None, str, str]:
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root / "src"), str(root)])
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+    )
+    out, err = await asyncio.wait_for(child.communicate(), 180)
+    return child.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="the kernel lists no children")
+async def test_who_inherits_orphans_keeps_no_dead_process_of_a_sandbox(state: Path) -> None:
+    status, out, err = await in_another_process(ORPHANS, str(state), "5")
+    assert status == 0, err
+    came, dead = (int(word) for word in out.split())
+    assert came >= 5, "sandboxes are children of who made them here"
+    assert dead == 0
+
+
 def state_of(host: Host, instance: str) -> Path:
     return Path(host.node._bodies[instance].ref.directory)
 
@@ -225,19 +333,27 @@ async def test_a_node_that_comes_later_goes_on_with_it(host: Host) -> None:
 
 # Left behind by its exec: what it knows is in its memory only, and it tells it every 20 ms.
 RESIDENT = """
-import json, os, sys, time
+import json, os, random, sys, time
 if os.fork():
     os._exit(0)
 os.setsid()
 for fd in (0, 1, 2):
     os.close(fd)
-secret, value, beats = os.urandom(8).hex(), "born", 0
+def read(path):
+    return open(path).read() if os.path.exists(path) else None
+secret, generator, drawn, beats = os.urandom(8).hex(), random.Random(os.urandom(8)), None, 0
+last, backwards, longest = time.monotonic(), 0, 0.0
 while True:
     beats += 1
-    if os.path.exists("/workspace/set"):
-        value = open("/workspace/set").read()
+    now = time.monotonic()
+    backwards += now < last
+    longest, last = max(longest, now - last), now
+    value = read("/workspace/set")
+    if value is not None and drawn is None:
+        drawn = generator.random()
     with open("/workspace/.told", "w") as file:
-        json.dump({"secret": secret, "value": value, "beats": beats, "tmp": open("/tmp/note").read(), "wall": time.time()}, file)
+        json.dump({"secret": secret, "fresh": os.urandom(8).hex(), "drawn": drawn, "value": value, "beats": beats,
+            "tmp": read("/tmp/note"), "wall": time.time(), "monotonic": now, "longest": longest, "backwards": backwards}, file)
     os.rename("/workspace/.told", "/workspace/told")
     time.sleep(0.02)
 """
@@ -282,14 +398,20 @@ async def test_the_original_and_three_forks_of_one_memory_go_on_apart(host: Host
     bodies = [host.node._bodies[name] for name in names]
     assert len({body.ref.data["init"]["pid"] for body in bodies}) == 4
 
-    # Identity: each guest is the instance and obeys the fence of its own request, and no older one.
-    for name, body in zip(names, bodies, strict=True):
+    # Identity: each guest is the instance and obeys the fence of its own request, and no older one; so it tells a node that comes later.
+    ranges = {body.tree.uid for body in bodies}
+    assert len(ranges) == 4
+    await host.node.close()
+    await host.open()
+    for name in names:
+        body = host.node._bodies[name]
         hello = (await body.client()).hello
+        assert (hello.instance_id, hello.floor, hello.quiet) == (name, Fence(2, 1), False)
         assert body.floor == Fence(2, 1) == host.fences[name]
         with pytest.raises(CorralError) as caught:
             await host.node.start_exec(name, old, ExecSpec(fresh("exe"), ("true",)))
         assert caught.value.code == "lease_lost"
-        assert hello.instance_id in (name, ins)
+        assert {body.tree.uid} <= ranges
 
     # What ran goes on, with what it knew; entropy differs; the wall clock is the host's.
     answers = []
@@ -307,10 +429,18 @@ async def test_the_original_and_three_forks_of_one_memory_go_on_apart(host: Host
         await host.node.put_files(name, host.fences[name], [("set", 0o644, f"only {number}".encode())])
     for number, name in enumerate(names):
         await eventually(lambda n=name, k=number: told(host, n)["value"] == f"only {k}", "it hears what it is told")
-        now_told = told(host, name)
+    last = [told(host, name) for name in names]
+    for name, now_told in zip(names, last, strict=True):
         assert now_told["secret"] == before["secret"] and now_told["beats"] > before["beats"]
         assert (host.workspace(name) / "file").read_text() == "kept\n"
         assert abs(now_told["wall"] - time.time()) < 60
+        # No timer that ran is missed or comes early: it went on by as much as the clock on the wall.
+        assert now_told["backwards"] == 0
+        passed = now_told["monotonic"] - before["monotonic"]
+        assert passed > 0 and abs(passed - (now_told["wall"] - before["wall"])) < 5, (passed, before, now_told)
+    # What it asks the kernel for is each one's own; what it makes of what it remembers is the same in all: nobody tells it that it was copied.
+    assert len({one["fresh"] for one in last}) == 4
+    assert len({one["drawn"] for one in last}) == 1 and last[0]["drawn"] is not None
 
     # The parent and the files go; the forks stay, each alone.
     assert (await host.node.destroy(ins, "test")).clean
@@ -359,3 +489,75 @@ async def test_what_cannot_be_saved_or_restored_is_refused_and_leaves_the_rest(h
     Path(image, "checkpoint.img").write_bytes(b"not a memory")
     await refused("infra_error", host.node.restore_instance(host.request(2), image))
     assert await host.node.instances() == [weak]
+
+
+# -- deaths in the middle ---------------------------------------------------------------------------------------------
+
+DYING = """
+import asyncio, sys
+from pathlib import Path
+from tests.integration.test_runsc import Host
+async def main():
+    host = Host(Path(sys.argv[1]), sys.argv[2])
+    await host.open()
+    ins = await host.create()
+    facts, _ = await host.run(ins, "sh", "-c", "echo kept >file")
+    print(ins, facts.exit_code, flush=True)
+    await host.node.checkpoint_instance(ins, host.fences[ins], sys.argv[3])
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def crash_state() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="corral-runsc-"))
+    make_rootfs(path / "rootfs")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("point", "then"),
+    [
+        ("node.checkpoint.begun", "goes on"),
+        ("node.checkpoint.quiet", "goes on"),
+        ("node.checkpoint.condemned", "is gone"),
+        ("runtime.checkpoint.memory", "is gone"),
+        ("runtime.checkpoint.moved", "is gone"),
+        ("node.checkpoint.synced", "is gone"),
+        ("node.checkpoint.written", "is a snapshot"),
+        ("runtime.destroy.stopped", "is a snapshot"),
+    ],
+)
+async def test_after_a_death_at_any_moment_there_is_an_instance_or_a_whole_snapshot_or_neither(
+    host: Host, crash_state: Path, tmp_path: Path, point: str, then: str
+) -> None:
+    image, installation = tmp_path / "image", f"rs{secrets.token_hex(4)}"
+    status, out, err = await in_another_process(
+        *(DYING, str(crash_state), installation, str(image)), CORRAL_FAULT_POINTS=f"{point}=kill"
+    )
+    assert status == -9, (status, err)
+    ins, exit_code = out.split()
+    assert exit_code == "0"
+    later = Host(crash_state, installation)
+    await later.open()
+    try:
+        if then == "goes on":
+            assert await later.node.instances() == [ins]
+            assert not image.exists()
+            later.fences[ins] = Fence(1, 1)
+            facts, said = await later.run(ins, "cat", "file")
+            assert (facts.exit_code, said) == (0, b"kept\n")
+            return
+        assert await later.node.instances() == []
+        if then == "is gone":
+            assert not image.exists()
+            return
+        assert snapshots.read(str(image)).instance_id == ins
+        request = later.request(2)
+        await later.node.restore_instance(request, str(image))
+        facts, said = await later.run(request.instance_id, "cat", "file")
+        assert (facts.exit_code, said) == (0, b"kept\n")
+    finally:
+        assert (await later.node.gc())["failed"] == 0
+        await settled(later)

@@ -26,7 +26,7 @@ def commands() -> list[list[str]]:
     ]
     return [
         *start,
-        _runsc.checkpoint_command("runsc", network="/n", records="/r", into="/image", instance_id="ins_1"),
+        _runsc.checkpoint_command("runsc", view=VIEW, user_namespace="/proc/1/fd/9", instance_id="ins_1"),
     ]
 
 
@@ -48,6 +48,8 @@ def test_every_start_is_in_namespaces_of_the_instance() -> None:
     for command in commands()[:2]:
         assert command[:2] == ["/bin/sh", "-c"]
         assert "--net=" in command[2] and "--user=/proc/self/fd/7" in command[2] and "exec 7<&-" in command[2]
+    enter = ["nsenter", f"--net={VIEW}/{_runsc.NETWORK}", "--", "nsenter", "--user=/proc/1/fd/9", "--", "runsc"]
+    assert commands()[2][: len(enter)] == enter
 
 
 def test_the_guest_talks_over_its_standard_streams_and_gets_the_filter_in_words() -> None:

@@ -170,7 +170,7 @@ class Launcher:
                     start_new_session=True,
                 )
 
-            self._process = _in_view(place_of(directory), tools, read_only, start) if os.geteuid() == 0 else start()
+            self._process = in_view(place_of(directory), tools, read_only, start) if os.geteuid() == 0 else start()
         finally:
             os.close(lock)
         found = process.ref_of(self._process.pid)
@@ -200,7 +200,9 @@ class Launcher:
         self._process.wait()
 
 
-def _in_view(place: str, tools: str | None, read_only: tuple[str, ...], start: Any) -> Any:
+def in_view(place: str, tools: str | None, read_only: tuple[str, ...], start: Any) -> Any:
+    """What `start` gives, which begins a process that has the view of an instance (see the module docstring). For root."""
+
     def work() -> Any:
         for point in read_only:
             mounts.make_read_only(point)

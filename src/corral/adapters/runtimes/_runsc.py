@@ -18,8 +18,9 @@ from corral.ports.runtime import InstanceSpec
 GUEST_CAPABILITIES = (*oci.GUEST_CAPABILITIES, "CAP_SYS_ADMIN")
 """The last is for pid namespaces of execs; like the others it is honoured by gVisor's own kernel only."""
 
-RECORDS, NETWORK, IMAGE = "rec", "net", "image"
-"""Names in an instance's place: runsc's own record, the network namespace of its sockets, the snapshot that it is restored from."""
+RECORDS, NETWORK, IMAGE, SAVED = "rec", "net", "image", "saved"
+"""Names in an instance's place: runsc's own record, the network namespace of its sockets, the snapshot that it is restored from, and
+where runsc writes one."""
 
 LAUNCH_MEMORY = 64 * MIB
 """What runsc itself needs beside the sandbox, until it has started that."""
@@ -104,10 +105,15 @@ def start_command(
     ]
 
 
-def checkpoint_command(program: str, *, network: str, records: str, into: str, instance_id: str) -> list[str]:
-    """Never with `-leave-running`: that restarts the sandbox with the standard streams of this very command."""
-    enter = ["nsenter", f"--net={network}", "--", program, "--root", records, *_OPTIONS]
-    return [*enter, "checkpoint", "-image-path", into, instance_id]
+def checkpoint_command(program: str, *, view: str, user_namespace: str, instance_id: str) -> list[str]:
+    """Writes into `VIEW/saved`, as root of the instance's user namespace, who is nobody on the host.
+
+    Never with `-leave-running`: that restarts the sandbox with the standard streams of this very command.
+    """
+    # The network namespace first, as it is not the user namespace's own.
+    enter = ["nsenter", f"--net={view}/{NETWORK}", "--", "nsenter", f"--user={user_namespace}", "--"]
+    verb = ["checkpoint", "-image-path", f"{view}/{SAVED}", instance_id]
+    return [*enter, program, "--root", f"{view}/{RECORDS}", *_OPTIONS, *verb]
 
 
 # The platform is always named: one that a host seems to offer (kvm) may hang at the first start.

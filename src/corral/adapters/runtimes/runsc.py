@@ -36,7 +36,7 @@ from corral import faults
 from corral.adapters.runtimes import _adapter, _instance, _runsc, oci
 from corral.domain.limits import MIB, LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups, disk, fifos, mounts, netns, process, seccomp
+from corral.linux import cgroups, disk, fifos, mounts, netns, process, seccomp, userns
 from corral.linux.cgroups import Cgroup
 from corral.linux.process import ProcessRef
 from corral.ports.runtime import HostTree, Instance, InstanceRef, InstanceSpec, RuntimeInfo, Stats
@@ -176,7 +176,8 @@ class RunscRuntime(_adapter.Freezing):
             from_guest=f"{spec.directory}/{fifos.FROM_GUEST}",
             restored=restored,
         )
-        nothing = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        nobody, nothing = os.pipe2(os.O_CLOEXEC)
+        os.close(nobody)
         try:
             return _instance.Launcher(
                 spec.directory,
@@ -212,35 +213,53 @@ class RunscRuntime(_adapter.Freezing):
     def _checkpoint(self, ref: InstanceRef, into: str) -> None:
         with self._turns.of(ref.instance_id):
             place = _instance.place_of(ref.directory)
-            command = _runsc.checkpoint_command(
-                self._program(),
-                network=f"{place}/{_runsc.NETWORK}",
-                records=f"{place}/{_runsc.RECORDS}",
-                into=into,
-                instance_id=ref.instance_id,
-            )
+            base = self._ids.find(ref.instance_id)
+            if base is None:
+                raise CorralError("infra_error", f"{ref.instance_id} has no host ids: there is nothing to save")
+            # What runsc writes is its own until it is whole: below the instance, with which it goes, and seen by nothing else.
+            saved, point = f"{ref.directory}/{_runsc.SAVED}", f"{place}/{_runsc.SAVED}"
             try:
-                done = subprocess.run(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    env={"PATH": _instance.PATH},
-                    cwd="/",
-                    start_new_session=True,
-                    timeout=_CHECKPOINT_S,
-                )
-                if done.returncode != 0:
-                    why = done.stderr.decode("utf-8", "replace").strip()[-500:]
-                    raise CorralError("infra_error", f"runsc could not save the memory: {why or done.returncode}")
+                _remove_tree(point)
+                disk.remove_tree(saved)
+                for path in (saved, point):
+                    os.mkdir(path, 0o700)
+                os.chown(saved, base, base)
+                mounts.bind(saved, point, read_only=False)
+                self._save_memory(ref, place, base)
                 faults.point("runtime.checkpoint.memory")
                 if left := self._stop(ref):
                     raise CorralError("infra_error", f"the sandbox did not stop after its snapshot: {', '.join(left)}")
+                _remove_tree(point)
                 _remove_tree(f"{place}/root")
                 if left := disk.detach(ref.directory, place):
                     raise CorralError("infra_error", f"the disk is still in use: {', '.join(left)}")
+                for name in os.listdir(saved):
+                    os.chown(f"{saved}/{name}", 0, 0, follow_symlinks=False)
+                    os.chmod(f"{saved}/{name}", 0o600)
+                    disk.move(f"{saved}/{name}", f"{into}/{name}")
+                faults.point("runtime.checkpoint.moved")
                 disk.move(f"{ref.directory}/{_DISK}", f"{into}/{_DISK}")
             except (OSError, subprocess.SubprocessError) as error:
                 raise CorralError("infra_error", f"the snapshot could not be made: {error}") from error
+
+    def _save_memory(self, ref: InstanceRef, place: str, base: int) -> None:
+        command = _runsc.checkpoint_command(
+            self._program(),
+            view=_instance.VIEW,
+            user_namespace=f"/proc/{os.getpid()}/fd/{self._namespaces.of(base)}",
+            instance_id=ref.instance_id,
+        )
+        saving = _instance.in_view(place, None, (), partial(_start, command))
+        running = process.ref_of(saving.pid)
+        try:
+            _, said = saving.communicate(timeout=_CHECKPOINT_S)
+        finally:
+            if running is not None:
+                process.kill(running)
+            saving.wait()
+        if saving.returncode != 0:
+            why = said.decode("utf-8", "replace").strip()[-500:]
+            raise CorralError("infra_error", f"runsc could not save the memory: {why or saving.returncode}")
 
     # -- reading
 
@@ -285,6 +304,9 @@ class RunscRuntime(_adapter.Freezing):
         return sorted(found)
 
     def _unmake(self, ref: InstanceRef) -> None:
+        base = self._ids.find(ref.instance_id)
+        if base is not None:
+            process.collect_of(base, userns.SIZE)  # gofer, traced programs and whatever else came to us as orphans
         _remove_tree(f"{_instance.place_of(ref.directory)}/root")
 
     # -- trying
@@ -335,6 +357,14 @@ class RunscRuntime(_adapter.Freezing):
             hint = "install the package runsc (gVisor)"
             raise CorralError("runtime_unavailable", "runsc is not installed", hint=hint)
         return found
+
+
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    """Its standard streams are pipes, never a device of the host: what starts sandboxes gives such things to their users."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env={"PATH": _instance.PATH}, cwd="/", start_new_session=True
+    )
 
 
 def _remove_tree(root: str) -> None:
