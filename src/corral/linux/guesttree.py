@@ -143,6 +143,8 @@ class Caps:
     depth: int = 128
     hash_bytes: int = 2 * 1024**3
     seconds: float = 20.0
+    copies: int = 10_000
+    """Files that are copied out: each is a file of the host, a line of the result and a request of who fetches it."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class DiskUse:
 
 @dataclass
 class Copied:
-    """What `copy_out` brought: (path relative to the root, size, SHA-256), names over the size cap, and whether all was seen."""
+    """What `copy_out` brought: (path relative to the root, size, SHA-256), names over a cap, and whether all was seen."""
 
     files: list[tuple[bytes, int, bytes]] = field(default_factory=list)
     skipped: list[bytes] = field(default_factory=list)
@@ -424,7 +426,8 @@ class GuestTree:
         """Copy regular files that match to the host directory `into` (which only we write), at their relative paths.
 
         Globs are relative to the root: `*` and `?` stay within a name, `**` crosses directories; a match of a directory takes all
-        below it. Modes are reduced to rw and x; a file that does not fit in what is left of `max_bytes` is skipped and named.
+        below it. Modes are reduced to rw and x; a file that does not fit in what is left of `max_bytes`, or comes after as many as
+        the caps allow, is skipped and named.
         """
         patterns = [_glob(pattern) for pattern in globs]
         return self._with_root(lambda root: self._copy_out(root, patterns, into, max_bytes))
@@ -472,7 +475,7 @@ class GuestTree:
             copied.complete = False
             return 0
         try:
-            if info.st_size > room:
+            if info.st_size > room or len(copied.files) >= self._caps.copies:
                 copied.skipped.append(path)
                 return 0
             with _host_ids(self._user):

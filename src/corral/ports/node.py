@@ -106,7 +106,7 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Collected:
-    """Answer of `collect`. `artifacts`: path, size, digest of what was copied out; `skipped` names matches over the size cap."""
+    """Answer of `collect`. `artifacts`: path, size, digest of what was copied out; `skipped` names matches over a cap."""
 
     files: tuple[FileChange, ...]
     files_truncated: bool

@@ -113,7 +113,7 @@ class Outcome:
         """The result as stored. `url` is the prefix of artifacts; `hint` replaces the verdict's; `build` came before."""
         verdict = self.verdict if hint is None else replace(self.verdict, hint=hint)
         if self.collected is not None and not self.collected.complete:
-            more = "not all files could be read, so the list of changes is not complete"
+            more = "not all files could be read, so the list of changes is not complete, and outputs may be missing"
             verdict = replace(verdict, hint=f"{verdict.hint}; {more}" if verdict.hint else more)
         if self.collected is not None and self.collected.skipped:
             more = f"{len(self.collected.skipped)} outputs were over the limit of artifacts and not kept"

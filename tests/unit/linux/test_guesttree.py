@@ -266,6 +266,22 @@ def test_copy_out_takes_regular_files_only_and_names_what_does_not_fit(
     assert sorted(p.name for p in (into / "out").iterdir()) == ["a.txt", "hard", "s"]
 
 
+def test_copy_out_takes_as_many_files_as_allowed_and_names_the_rest(
+    tree: tuple[Path, GuestTree], tmp_path: Path
+) -> None:
+    root, guest = tree
+    into = tmp_path / "artifacts"
+    into.mkdir(mode=0o700)
+    guest.put([(f"out/{name}", 0o644, b"") for name in "abcde"])
+    info = root.stat()
+    few = GuestTree(str(root), info.st_uid, info.st_gid, Caps(copies=3))
+    copied = few.copy_out(["out/**", "**"], str(into), 1000)
+    assert len(copied.files) == 3
+    assert sorted(copied.skipped + [path for path, _, _ in copied.files]) == [b"out/%c" % name for name in b"abcde"]
+    assert len(list((into / "out").iterdir())) == 3
+    assert copied.complete
+
+
 @pytest.mark.parametrize(
     ("glob", "found"),
     [

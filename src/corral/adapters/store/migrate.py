@@ -23,6 +23,7 @@ REVISIONS = ("0001_pre",)
 
 HEAD = REVISIONS[-1]
 _LOCK_WAIT_S = 60.0
+_ROOM = 1024 * 1024
 
 
 def ensure(path: Path) -> None:
@@ -56,12 +57,22 @@ def version(path: Path) -> str | None:
         finally:
             connection.close()
     except sqlite3.OperationalError as error:
-        raise CorralError("store_error", f"{path} cannot be read: {error}") from error
+        raise CorralError("store_error", f"{path} cannot be read: {error}", hint=_without_room(path)) from error
     except sqlite3.DatabaseError as error:
         raise _foreign(path, str(error)) from error
     if len(rows) != 1:
         raise _foreign(path, f"it names {len(rows)} versions")
     return str(rows[0][0])
+
+
+def _without_room(path: Path) -> str | None:
+    """A full file system is an "I/O error" in the words of SQLite, which needs a little room even to read."""
+    try:
+        room = os.statvfs(path.parent)
+    except OSError:
+        return None
+    free = room.f_bfree if os.geteuid() == 0 else room.f_bavail
+    return f"the file system of {path.parent} is full: free some space on it" if free * room.f_frsize < _ROOM else None
 
 
 def _foreign(path: Path, why: str) -> CorralError:
@@ -145,6 +156,7 @@ def run_alembic(path: Path, revision: str = "head") -> None:
             command.upgrade(config, revision)
             faults.point("store.migrate.before")
     except sqlalchemy.exc.SQLAlchemyError as error:
-        raise CorralError("store_error", f"the tables in {path} cannot be made: {error}") from error
+        told = f"the tables in {path} cannot be made: {error}"
+        raise CorralError("store_error", told, hint=_without_room(path)) from error
     finally:
         engine.dispose()

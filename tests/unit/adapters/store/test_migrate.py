@@ -167,6 +167,23 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     assert "corral.db" in refusal(tmp_path / "no" / "corral.db").detail
 
 
+def test_a_full_file_system_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "corral.db"
+    path.mkdir()  # whatever it is that cannot be read
+    with pytest.raises(CorralError) as caught:
+        migrate.version(path)
+    assert caught.value.hint is None
+    real = os.statvfs(tmp_path)
+    full = os.statvfs_result((real.f_bsize, real.f_frsize, real.f_blocks, 0, 0, *tuple(real)[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda place: full)
+    with pytest.raises(CorralError) as caught:
+        migrate.version(path)
+    assert (
+        caught.value.code == "store_error"
+        and caught.value.hint == f"the file system of {tmp_path} is full: free some space on it"
+    )
+
+
 def test_a_path_may_hold_any_character(tmp_path: Path) -> None:
     directory = tmp_path / "状态 100%;?#\udcff"
     directory.mkdir()
