@@ -33,6 +33,8 @@ SYSTEM = {
     "gcc": ("gcc", "programs in C"),
     "node": ("nodejs", "programs in JavaScript"),
     "git": ("git", "checks over the tracked files"),
+    "zstd": ("zstd", "archives that are packed with zstd"),
+    "openssl": ("openssl", "a service behind TLS"),
 }
 FAST = ("format", "lint", "types", "imports", "unit")
 SLOW = ("conformance", "integration", "security", "faults", "acceptance", "e2e", "ecosystem")
@@ -76,7 +78,8 @@ class Stages:
             print(f"no tests in {', '.join(names)}")
             return 0
         workers = str(max(2, min(4, os.cpu_count() or 2)))
-        command = [sys.executable, "-m", "pytest", "-n", workers, "--durations", "20", "--durations-min", "2", *folders]
+        command = [sys.executable, "-m", "pytest", "-n", workers, "-rs", "--durations", "20", "--durations-min", "2"]
+        command += folders
         if stage == "unit":
             command += ["-m", "not slow"] if self.fast else []
         child = subprocess.Popen(command, cwd=self.checkout, stdout=subprocess.PIPE, text=True, errors="replace")
@@ -105,8 +108,8 @@ class Stages:
         return 1 if self.failed else 0
 
 
-def system_packages() -> None:
-    """Install what is missing, as root; else say what will not be shown."""
+def system_packages() -> bool:
+    """Install what is missing, as root; else say what will not be shown. -> True if all of it is here."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     missing = {name: what for name, what in SYSTEM.items() if shutil.which(name, path=path) is None}
     if missing and os.geteuid() == 0 and shutil.which("apt-get"):
@@ -124,6 +127,7 @@ def system_packages() -> None:
     if os.geteuid() != 0:
         print("not shown: what needs root (run ./check as root)")
     print(flush=True)
+    return not missing
 
 
 def main(argv: list[str]) -> int:
@@ -136,8 +140,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     stages = Stages(options.checkout, options.fast)
     wanted = options.only or (FAST if options.fast else FAST + SLOW)
-    if any(stage in SLOW for stage in wanted):
-        system_packages()
+    if any(stage in SLOW for stage in wanted) and system_packages():
+        os.environ["CORRAL_TEST_COMPLETE"] = "1"  # tests/conftest.py: no test may say that a program is missing
     for stage in wanted:
         stages.run(stage)
     return stages.summary()

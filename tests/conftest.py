@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(_SHARED), ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where `./check` has found every program that it knows, a test that misses one is a fault of its list, and not skipped."""
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple) and os.environ.get("CORRAL_TEST_COMPLETE"):
+        why = report.longrepr[2].removeprefix("Skipped: ")
+        if "is not installed" in why or (why.startswith("needs ") and not why.startswith("needs root")):
+            report.outcome, report.longrepr = "failed", f"skipped, though ./check has all its programs: {why}"
+    return report
 
 
 @pytest.fixture(scope="session")
