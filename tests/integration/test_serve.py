@@ -327,7 +327,7 @@ def test_the_second_signal_ends_at_once(above: Path, monkeypatch: pytest.MonkeyP
         time.sleep(0.02)
     began = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(PATIENCE_S) == 143 and time.monotonic() - began < 5
+    assert server.process.wait(PATIENCE_S) == 143 and time.monotonic() - began < 20
     server.ended(None)
     waiting.join(PATIENCE_S)
     _empty(state)

@@ -256,7 +256,7 @@ async def test_a_flood_of_tiny_frames_costs_neither_memory_nor_the_other_tasks()
     client = await hostile.connect(ChannelLimits(request_s=60, frames_per_s=5000))
     hold = asyncio.Event()
     task, _, out, _ = await attached(hostile, client, hold)
-    stop = time.monotonic() + 3
+    stop = time.monotonic() + 6
     worst = 0.0
 
     async def flood() -> None:
@@ -281,7 +281,7 @@ async def test_a_flood_of_tiny_frames_costs_neither_memory_nor_the_other_tasks()
     flooding.cancel()
     await asyncio.gather(flooding, return_exceptions=True)
     assert peak < 32 * MIB
-    assert worst < 2.0  # without the throttle it would be all of the three seconds
+    assert worst < 4.0  # without the throttle it would be all of the six seconds
     hold.set()
     await client.close()
     await asyncio.gather(task, return_exceptions=True)

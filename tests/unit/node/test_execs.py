@@ -135,7 +135,7 @@ async def test_a_lost_sandbox_ends_its_execs_with_what_they_said_and_is_reported
     waiting = await bench.begin(ins, "sleep", "60")
     begun = time.monotonic()
     facts, out, _ = await bench.run(ins, "crash")
-    assert time.monotonic() - begun < 2.5
+    assert time.monotonic() - begun < 20
     assert (facts.sandbox_lost, facts.started, facts.exit_code, out) == (True, True, None, b"last words\n")
     assert (await bench.node.wait_exec(waiting)).sandbox_lost
     assert await asyncio.wait_for(bench.node.lost(), 5) == ins
@@ -290,7 +290,7 @@ async def test_a_guest_that_does_not_keep_to_its_protocol_is_ended_and_nothing_i
     made[0].mood = mood
     begun = time.monotonic()
     facts = await bench.node.wait_exec(exec_id)
-    assert time.monotonic() - begun < 6
+    assert time.monotonic() - begun < 20
     assert facts.exit_code is None
     assert facts.guest_lost or facts.sandbox_lost
     assert facts.ended_by in (None, "timeout")
