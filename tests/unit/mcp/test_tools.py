@@ -90,7 +90,7 @@ async def test_parameters_reach_the_service_under_its_own_names(corral: FakeCorr
             },
         )
         await client.call_tool("command_run", {"command": "say x", "env": {"A": "1"}})
-        await client.call_tool("code_run", {"code": '["a list", "in JSON"]'})
+        await client.call_tool("code_run", {"wait_s": 0, "code": '["a list", "in JSON"]'})
     assert corral.asked[0] == {
         "code": "say x",
         "language": "bash",
