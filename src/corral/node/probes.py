@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ from corral.ports.runtime import Runtime, RuntimeInfo
 
 PROBE_S = 20.0
 PROBE_VERSION = 1
+SLOW_S, SPARED_S = 4.0, 300.0
+"""A failure that took longer than the first is not asked for again within the second, unless by name or for a fresh look."""
 
 
 class HostChecks:
@@ -71,20 +74,25 @@ def _host() -> str:
 
 
 class Probes:
-    """Answers of `probe`; one that did not work is asked again by the next process: the host may have been mended."""
+    """Answers of `probe`; one that did not work is asked again by the next process: the host may have been mended.
+
+    One that took long not to work is spared for a while by whoever wants to know of all: every command would wait for it.
+    """
 
     def __init__(self, path: str, runtimes: Mapping[str, Runtime], run_dir: str = userns.RUN) -> None:
         self._path = path
         self._run = run_dir
         self._runtimes = runtimes
         self._infos: dict[str, RuntimeInfo] = {}
+        self._failed_slowly: dict[str, float] = {}
         self._lock = asyncio.Lock()
 
     async def all(self, *, fresh: bool = False) -> list[RuntimeInfo]:
         """In the order of the runtimes."""
         async with self._lock:
-            await self._ensure(list(self._runtimes), fresh)
-            return [self._infos[name] for name in self._runtimes]
+            spared = {} if fresh else self._spared()
+            await self._ensure([name for name in self._runtimes if name not in spared], fresh)
+            return [spared.get(name) or self._infos[name] for name in self._runtimes]
 
     async def one(self, name: str) -> RuntimeInfo:
         """Of one runtime, without waiting for the probes of others."""
@@ -114,9 +122,10 @@ class Probes:
     async def _probe(self, name: str) -> RuntimeInfo:
         """An adapter may be anybody's: whatever it does, it is itself not usable, and the others are."""
         limit = asyncio.timeout(PROBE_S)
+        began = time.monotonic()
         try:
             async with limit:
-                return _keepable(await self._runtimes[name].probe())
+                info = _keepable(await self._runtimes[name].probe())
         except Exception as error:
             if limit.expired():
                 reason = "the probe did not end in time"
@@ -124,22 +133,48 @@ class Probes:
                 reason = str(error)
             else:
                 reason = f"the adapter failed: {error!r}"
-            return RuntimeInfo(name, False, reason, 0, None, {}, LimitModes())
+            info = RuntimeInfo(name, False, reason, 0, None, {}, LimitModes())
+        self._failed_slowly.pop(name, None)
+        if not info.usable and time.monotonic() - began > SLOW_S:
+            self._failed_slowly[name] = time.monotonic()
+        return info
+
+    def _spared(self) -> dict[str, RuntimeInfo]:
+        """What lately took long not to work, by the word of another process, which the reason then says."""
+        runtimes, slow = self._read()
+        lately = time.monotonic() - SPARED_S
+        remembered = f"as found within the last {SPARED_S / 60:.0f} minutes; corral doctor --fresh asks again"
+        return {
+            name: dataclasses.replace(runtimes[name], reason=f"{runtimes[name].reason} ({remembered})")
+            for name in self._runtimes
+            if name not in self._infos
+            and name in runtimes
+            and not runtimes[name].usable
+            and slow.get(name, 0.0) > lately
+        }
 
     def _load(self) -> dict[str, RuntimeInfo]:
+        return {name: info for name, info in self._read()[0].items() if info.usable}
+
+    def _read(self) -> tuple[dict[str, RuntimeInfo], dict[str, float]]:
+        """(every answer that is kept, when the slow ones of those that did not work were given)"""
         try:
             with open(self._path, encoding="utf-8") as file:
                 data = json.load(file)
             if data["key"] != _host():
-                return {}
-            return {name: _info(info) for name, info in data["runtimes"].items() if info["usable"]}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
+                return {}, {}
+            slow = {str(name): float(at) for name, at in data["slow"].items()}
+            return {name: _info(info) for name, info in data["runtimes"].items()}, slow
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}, {}
 
     def _save(self) -> None:
-        runtimes = {name: dataclasses.asdict(info) for name, info in {**self._load(), **self._infos}.items()}
+        kept, slow = self._read()
+        kept |= self._infos
+        slow |= self._failed_slowly
+        runtimes = {name: dataclasses.asdict(info) for name, info in kept.items()}
         with open(self._path + ".new", "w", encoding="utf-8") as file:
-            json.dump({"key": _host(), "runtimes": runtimes}, file)
+            json.dump({"key": _host(), "runtimes": runtimes, "slow": slow}, file)
         os.replace(self._path + ".new", self._path)
 
     # -- for all state directories of root -----------------------------------------------------------------------------

@@ -169,3 +169,39 @@ def test_a_damaged_answer_about_the_host_is_none(tmp_path: Path, text: str) -> N
     (tmp_path / "checks.json").write_text(text)
     fine = [Check("filter", "must", True, "works")]
     assert look_at_host(tmp_path, [fine]) == fine
+
+
+def test_what_takes_long_not_to_work_is_spared_by_others_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.node.probes.SLOW_S", -1.0)
+
+    def other_process(usable: bool = False) -> tuple[Probes, Probed]:
+        runtime = Probed(key=None, usable=usable)
+        runtimes: Any = {"slow": runtime, "r": Probed(key=None)}
+        return Probes(str(tmp_path / "probes.json"), runtimes, str(tmp_path / "run")), runtime
+
+    first, asked = other_process()
+    assert [info.usable for info in asyncio.run(first.all())] == [False, True] and asked.asked == 1
+    second, asked = other_process()
+    told = asyncio.run(second.all())[0]
+    assert not told.usable and told.reason is not None
+    assert told.reason.startswith("it does not start (as found") and "--fresh" in told.reason
+    assert asked.asked == 0, "spared"
+    assert not asyncio.run(second.one("slow")).usable and asked.asked == 1, "who names it wants to know"
+    third, asked = other_process(usable=True)
+    assert not asyncio.run(third.all())[0].usable
+    assert asyncio.run(third.all(fresh=True))[0].usable and asked.asked == 1, "a fresh look looks"
+    fourth, asked = other_process()
+    assert asyncio.run(fourth.all())[0].usable and asked.asked == 0, "it works now"
+    asyncio.run(fourth.all(fresh=True))
+    monkeypatch.setattr("corral.node.probes.SPARED_S", 0.0)
+    fifth, asked = other_process()
+    asyncio.run(fifth.all())
+    assert asked.asked == 1, "not for ever"
+
+
+def test_what_quickly_does_not_work_is_asked_again_at_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        runtime = Probed(key=None, usable=False)
+        assert not ask(runtime, tmp_path / "a", tmp_path / "run").usable and runtime.asked == 1
