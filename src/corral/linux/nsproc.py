@@ -16,11 +16,17 @@ from corral.linux.process import ProcessRef, ref_of, start_time
 _NS_GET_PARENT = 0xB702
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_MOST_LOOKED_AT = 20_000
+"""Open files of one sandbox that one look takes in: looking must not be what a program can make dear."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all live processes of a sandbox at one moment. `memory_bytes` is RSS, or PSS where it was asked for."""
+    """Sums over all live processes of a sandbox at one moment.
+
+    `memory_bytes` is RSS, or PSS where it was asked for, and the memory files (`memfd_create`) that are open: those need not be mapped.
+    RSS counts what is shared more than once, so it is never too small; PSS is never too large.
+    """
 
     count: int
     memory_bytes: int
@@ -61,7 +67,7 @@ def members(namespace: int) -> list[int]:
 
 def totals(pids: list[int], *, pss: bool = False) -> Totals:
     """Memory, CPU time and number of these processes. CPU time includes what their ended and awaited children used."""
-    count = memory = ticks = 0
+    count = memory = ticks = mapped = 0
     for pid in pids:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
@@ -71,8 +77,9 @@ def totals(pids: list[int], *, pss: bool = False) -> Totals:
         count += 1
         ticks += sum(int(field) for field in fields[11:15])
         shared_out = _pss(pid) if pss else None
-        memory += int(fields[21]) * _PAGE if shared_out is None else shared_out
-    return Totals(count, memory, ticks / _TICKS)
+        memory += int(fields[21]) * _PAGE if shared_out is None else shared_out[0]
+        mapped += 0 if shared_out is None else shared_out[1]
+    return Totals(count, memory + max(0, _memory_files(pids) - mapped), ticks / _TICKS)
 
 
 def with_arguments(marker: tuple[str, ...]) -> list[ProcessRef]:
@@ -162,9 +169,29 @@ def _nested(pid: int, ancestor: int) -> bool:
         os.close(fd)
 
 
-def _pss(pid: int) -> int | None:
+def _pss(pid: int) -> tuple[int, int] | None:
+    """(PSS, how much of it is shared memory, which files may be behind)"""
+    found = {}
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
         for line in file:
-            if line.startswith(b"Pss:"):
-                return int(line.split()[1]) * 1024
-    return None
+            name, _, rest = line.partition(b":")
+            if name in (b"Pss", b"Pss_Shmem"):
+                found[name] = int(rest.split()[0]) * 1024
+    return (found[b"Pss"], found.get(b"Pss_Shmem", 0)) if b"Pss" in found else None
+
+
+def _memory_files(pids: list[int]) -> int:
+    """Bytes of all memory files that these processes have open, each counted once."""
+    sizes: dict[int, int] = {}
+    looked = 0
+    for pid in pids:
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                looked += 1
+                if looked > _MOST_LOOKED_AT:
+                    return sum(sizes.values())
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path).startswith("/memfd:"):
+                        info = os.stat(entry.path)
+                        sizes[info.st_ino] = info.st_blocks * 512
+    return sum(sizes.values())

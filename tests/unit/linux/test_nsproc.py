@@ -96,6 +96,38 @@ def test_sums_cover_memory_and_cpu_of_ended_children(namespace: process.ProcessR
     assert 32 << 20 <= pss.memory_bytes < 3 * (32 << 20)
 
 
+def test_memory_files_count_whether_they_are_mapped_or_not_and_once() -> None:
+    program = """
+import mmap, os, sys
+def told():
+    print("ready", flush=True)
+    sys.stdin.readline()
+told()
+file = os.memfd_create("held")
+for _ in range(64): os.write(file, bytes(1 << 20))
+again = os.dup(file)
+told()
+seen = mmap.mmap(file, 64 << 20)
+sum(seen[at] for at in range(0, 64 << 20, 4096))
+told()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdin and child.stdout
+        found = []
+        for _ in range(3):
+            assert child.stdout.readline() == b"ready\n"
+            found.append([nsproc.totals([child.pid], pss=pss).memory_bytes for pss in (False, True)])
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+    (rss_before, before), (rss_open, held), (rss_mapped, mapped) = found
+    assert 64 << 20 <= held - before < 70 << 20
+    assert 64 << 20 <= mapped - before < 70 << 20
+    assert rss_open - rss_before >= 64 << 20
+    assert rss_mapped >= mapped
+
+
 def test_a_launch_is_found_by_its_arguments() -> None:
     marker = ("--bind", f"/nowhere/{os.getpid()}/disk/workspace", "/workspace")
     command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()", "x", *marker, "y"]
