@@ -31,7 +31,7 @@ PROGRAMS = REPOSITORY / "tests" / "programs"
 WORKLOADS = ("system", "pytest", "node", "autotools", "libuv", "java", "rust", "git", "cpython")
 MODES = ("bare", "bubblewrap", "bubblewrap-user", "crun", "runc", "runsc")
 ORDINARY_UID = 54321
-LIMITS = ("--memory", "2G", "--cpu", "2", "--pids", "512", "--disk", "3G", "--tmp", "512M")
+LIMITS = ("--memory", "4G", "--cpu", "2", "--pids", "512", "--disk", "3G", "--tmp", "512M")
 LINE = re.compile(r"^\s*(ok|not ok)\b(?: \d+)?(?: - )?(.*?)\s*(# (?:SKIP|TODO).*)?$")
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/home/sandbox", "USER": "sandbox",
@@ -57,12 +57,14 @@ def prepare(workload: str, target: Path, base: str = "/") -> None:
         with tempfile.TemporaryDirectory() as work:
             _fetch(Path(work), "source", "--download-only", "--tar-only", "libuv1")
             shutil.copy(next(Path(work).glob("*.orig.tar.*")), target / "source.tar")
+        shutil.copy(PROGRAMS / "autotools" / "ls.py", target)
     if workload == "pytest":
         (target / "site").mkdir(exist_ok=True)
         shutil.copy(_origin("py"), target / "site")
         for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
             ignore = shutil.ignore_patterns("__pycache__")
             shutil.copytree(_origin(name).parent, target / "site" / name, ignore=ignore, dirs_exist_ok=True)
+    subprocess.run(["chmod", "-R", "a+rX", target], check=True)  # other users' sandboxes take it as well
 
 
 def _fetch(work: Path, *words: str) -> None:
@@ -160,7 +162,7 @@ def inside(
     options = ["--runtime", runtime, "--template", template, *LIMITS, "--ttl", str(int(timeout) + 600)]
     made = subprocess.run([*corral, "sandbox", "create", *options], capture_output=True, text=True)
     if made.returncode:
-        raise RuntimeError(made.stderr)
+        return made
     sandbox = made.stdout.strip()
     try:
         subprocess.run([*corral, "cp", str(work / workload), f"{sandbox}:/workspace/{workload}"], check=True)

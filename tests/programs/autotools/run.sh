@@ -1,6 +1,9 @@
 # A library, a program and their tests by autoconf, automake and libtool: configure, make, check, install, distcheck. Prints TAP.
 set -u
 t() { name=$1; shift; if "$@" >log.txt 2>&1; then echo "ok - $name"; else echo "not ok - $name"; tail -8 log.txt | sed 's/^/# /'; fi; }
+here=$(cd "$(dirname "$0")" && pwd)
+t "ls lists a directory" ls -d .
+ls -d . >/dev/null 2>&1 || { mkdir -p "$here/bin" && cp "$here/ls.py" "$here/bin/ls" && PATH=$here/bin:$PATH; }
 rm -rf /workspace/c; mkdir -p /workspace/c/m4; cd /workspace/c || exit 9
 cat >configure.ac <<'A'
 AC_INIT([deep], [1.2], [nobody@example.org])

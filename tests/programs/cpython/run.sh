@@ -7,4 +7,6 @@ name=$(basename "$real")
 cp "$real" /workspace/py/bin/ && ln -sf "$name" /workspace/py/bin/python3
 cp -r "/usr/lib/$name" /workspace/py/lib/
 cp -r suite/. "/workspace/py/lib/$name/"
+ln -s /usr/include /workspace/py/include
+unset PYTHONUNBUFFERED
 exec /workspace/py/bin/python3 suite.py "$@"
