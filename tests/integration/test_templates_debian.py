@@ -19,14 +19,13 @@ import pytest
 
 from corral.errors import CorralError
 from corral.linux import userns
+from corral.node import templates_confined
 from corral.node.templates import Templates
 from corral.node.templates_debian import applets_of
 from debs import SUITE, base, package, served
 
 UID = 64056
 """An ordinary user, who has a name only where a test gives one."""
-FIRST = 1_900_000_000
-"""Of that user's range."""
 LOOK = """
 id=/usr/share/probe
 cat /proc/self/uid_map > $id/uid_map
@@ -109,33 +108,6 @@ def test_scripts_run_as_ids_of_the_installation_and_what_they_made_is_roots(
 
 
 @pytest.mark.root
-def test_a_build_that_is_killed_takes_its_scripts_with_it_and_its_ids_are_free_again(
-    state: Path, repository: str
-) -> None:
-    templates = recipe(state, repository, "stuck")
-    program = "import asyncio, sys; from corral.node.templates import Templates; asyncio.run(Templates(*sys.argv[1:]).ensure('small'))"
-    words = [sys.executable, "-c", program, str(state), str(state / "recipes")]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as building:
-
-        def ran() -> list[Path]:
-            return [p for p in state.glob("base/.build-*/root/usr/share/probe/theirs") if p.stat().st_mode & 0o4000]
-
-        until(lambda: ran() or building.poll() is not None)
-        [theirs] = ran()
-        first, _ = mapped(theirs.parents[3])
-        assert theirs.stat().st_uid == first + 8, "the user mail of the tree, and of nobody here"
-        assert state.joinpath("base", theirs.relative_to(state / "base").parts[0]).stat().st_mode & 0o077 == 0
-        assert userns.processes_of(first)
-        building.send_signal(signal.SIGKILL)
-    until(lambda: not userns.processes_of(first))
-    assert len(templates.unfinished()) == 1
-    assert templates.remove_unfinished() == 1
-    recipe(state, repository, "probe")
-    built = asyncio.run(templates.ensure("small"))
-    assert mapped(Path(built.path))[0] == first, "the ids were given back"
-
-
-@pytest.mark.root
 def test_ids_that_something_still_runs_with_are_not_given_back_and_its_tree_waits(state: Path) -> None:
     ids = userns.SubordinateRange(f"test {state.name}", state_dir=str(state))
     templates = Templates(state, state / "recipes", ids=ids)
@@ -151,12 +123,16 @@ def test_ids_that_something_still_runs_with_are_not_given_back_and_its_tree_wait
     assert ids.allocated() == {}
 
 
-AS_USER = """
+PROGRAM = """
 import asyncio, json, os, sys, yaml
 from corral.errors import CorralError
 from corral.node.templates import Templates
-os.setgroups([]); os.setresgid(*[int(sys.argv[3])] * 3); os.setresuid(*[int(sys.argv[3])] * 3)
+who = int(sys.argv[3])
+os.setgroups([]); os.setresgid(who, who, who); os.setresuid(who, who, who)
 templates = Templates(*sys.argv[1:3])
+if sys.argv[4:]:
+    print(json.dumps([[path.name for path in templates.unfinished()], templates.remove_unfinished()]))
+    sys.exit()
 try:
     print(json.dumps(asyncio.run(templates.ensure("small")).path))
 except CorralError as error:
@@ -164,19 +140,30 @@ except CorralError as error:
 """
 
 
-def as_user(state: Path, ranges: str) -> Any:
-    """Build `small` as an ordinary user with these lines in /etc/subuid and subgid, which no other process of the host sees."""
+@pytest.fixture
+def first(state: Path) -> int:
+    """Of the range of that user."""
+    return userns.SubordinateRange(f"user of {state.name}", state_dir=str(state)).allocate("somebody")
+
+
+def command(state: Path, uid: int, ranges: str, *more: str) -> list[str]:
+    """Build `small` as this user with these lines in /etc/subuid and subgid, which no other process of the host sees."""
     etc = state / "etc"
-    shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
-    with (etc / "passwd").open("a") as file:
-        file.write(f"somebody:x:{UID}:{UID}::/nonexistent:/bin/sh\n")
+    if not etc.exists():
+        shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
+        with (etc / "passwd").open("a") as file:
+            file.write(f"somebody:x:{UID}:{UID}::/nonexistent:/bin/sh\n")
     for name in ("subuid", "subgid"):
         (etc / name).write_text(ranges)
-    for place in (state, state / "recipes"):
-        os.chown(place, UID, UID)
+    (state / "home").mkdir(mode=0o700, exist_ok=True)
+    for place in (state / "home", state / "recipes"):
+        os.chown(place, uid, uid)
     mounted = 'mount --bind "$1" /etc && shift && exec "$@"'
     words = ["unshare", "--mount", "--propagation", "private", "--", "sh", "-c", mounted, "sh", str(etc)]
-    words += [sys.executable, "-c", AS_USER, str(state), str(state / "recipes"), str(UID)]
+    return [*words, sys.executable, "-c", PROGRAM, str(state / "home/state"), str(state / "recipes"), str(uid), *more]
+
+
+def told(words: list[str]) -> Any:
     done = subprocess.run(words, capture_output=True, text=True, cwd="/", timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -184,36 +171,70 @@ def as_user(state: Path, ranges: str) -> Any:
 
 @pytest.mark.root
 @pytest.mark.skipif(shutil.which("newuidmap") is None, reason="needs uidmap")
-def test_an_ordinary_user_with_a_range_builds_as_ids_of_that_range(state: Path, repository: str) -> None:
-    recipe(state, repository, "probe")
-    path = as_user(state, f"other:{FIRST - 65536}:65536\nsomebody:{FIRST}:65536\n")
+def test_an_ordinary_user_with_a_range_builds_as_ids_of_that_range(state: Path, repository: str, first: int) -> None:
+    recipe(state, repository, "left")
+    path = told(command(state, UID, f"other:{first + userns.SIZE}:65536\nsomebody:{first}:65536\n"))
     assert isinstance(path, str), path
-    assert mapped(Path(path)) == (FIRST, 65536)
+    assert mapped(Path(path)) == (1, 65536), "of a namespace in which the user itself is 0"
     assert owners(Path(path)) == {(UID, UID)}
+    assert (Path(path) / "usr/share/probe/theirs").stat().st_mode & 0o7777 == 0o755
+    assert userns.processes_of(first) == []
+    assert not list((state / "home/state/base").glob(".build-*"))
 
 
 @pytest.mark.root
 @pytest.mark.skipif(shutil.which("newuidmap") is None, reason="needs uidmap")
-@pytest.mark.parametrize("ranges", ["", f"somebody:{FIRST}:1000\n", f"other:{FIRST}:65536\n"])
+@pytest.mark.parametrize("ranges", ["", "somebody:2000000000:1000\n", "other:2000000000:65536\n"])
 def test_an_ordinary_user_without_a_range_is_told_how_to_get_one(state: Path, repository: str, ranges: str) -> None:
     recipe(state, repository, "probe")
-    told = as_user(state, ranges)
-    assert told["code"] == "template_unavailable"
-    assert "needs a subordinate range of 65536 ids" in told["detail"]
-    assert told["listed"] in told["detail"]
-    assert "--add-subuids" in told["hint"]
-    assert not (state / "base").exists()
+    problem = told(command(state, UID, ranges))
+    assert problem["code"] == "template_unavailable"
+    assert "needs a subordinate range of 65536 ids" in problem["detail"]
+    assert problem["listed"] in problem["detail"]
+    assert "--add-subuids" in problem["hint"]
+    assert not (state / "home/state/base").exists()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(shutil.which("newuidmap") is None, reason="needs uidmap")
+@pytest.mark.parametrize("uid", [0, UID])
+def test_a_build_that_is_killed_takes_its_scripts_with_it_and_leaves_nothing_that_is_not_found(
+    state: Path, repository: str, uid: int, first: int
+) -> None:
+    ranges = f"somebody:{first}:65536\n"
+    recipe(state, repository, "stuck")
+    bases = state / "home/state/base"
+    with subprocess.Popen(
+        command(state, uid, ranges), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as building:
+
+        def ran() -> list[Path]:
+            places = bases.glob(".build-*/root/usr/share/probe/theirs")
+            return [path for path in places if path.stat().st_mode & 0o4000]
+
+        until(lambda: ran() or building.poll() is not None)
+        [theirs] = ran()
+        first = first if uid else mapped(theirs.parents[3])[0]
+        assert theirs.stat().st_uid == first + 8, "the user mail of the tree, and of nobody here"
+        work = bases / theirs.relative_to(bases).parts[0]
+        assert (work.stat().st_uid, work.stat().st_mode & 0o777) == (uid, 0o700)
+        assert userns.processes_of(first)
+        building.send_signal(signal.SIGKILL)
+    until(lambda: not userns.processes_of(first))
+    assert told(command(state, uid, ranges, "look")) == [[work.name], 1]
+    assert not work.exists()
+    recipe(state, repository, "probe")
+    built = Path(told(command(state, uid, ranges)))
+    assert mapped(built)[0] == (1 if uid else first), "the ids were given back"
 
 
 @pytest.mark.root
 def test_where_user_namespaces_are_forbidden_root_runs_no_script_either(
     state: Path, repository: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: Any) -> int:
-        raise PermissionError(1, "user namespaces do not work here")
-
-    monkeypatch.setattr(userns, "create", refused)
-    with pytest.raises(CorralError, match="user namespaces do not work here") as caught:
+    forbidden = templates_confined._CONFINED.replace("unshare --user", "unshare --nothing-like-it")
+    monkeypatch.setattr(templates_confined, "_CONFINED", forbidden)
+    with pytest.raises(CorralError, match=r"cannot be given ids of their own: unshare: .*nothing-like-it") as caught:
         asyncio.run(recipe(state, repository, "probe").ensure("small"))
     assert (caught.value.code, caught.value.hint is not None) == ("template_unavailable", True)
     assert not list((state / "base").glob("*/"))

@@ -34,8 +34,8 @@ from typing import Any
 
 from corral.errors import CorralError
 from corral.linux import userns
-from corral.node import templates_debian
-from corral.node.templates_debian import Lack
+from corral.node import templates_confined, templates_debian
+from corral.node.templates_confined import Lack
 from corral.node.templates_frozen import freeze
 from corral.node.templates_images import pin, unpack_archive, unpack_image
 from corral.node.templates_recipe import NAME, TOOLS, Recipe, parse
@@ -299,10 +299,9 @@ class Templates:
     def _failure(self, name: str, error: Exception) -> CorralError:
         detail, hint = str(error), "check the state directory's disk and, for packages, the package index"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            places = [self._store] if os.geteuid() == 0 else [self._store, Path(tempfile.gettempdir())]
-            free = " and ".join(f"of {place} ({shutil.disk_usage(place).free >> 20} MiB are free)" for place in places)
+            free = shutil.disk_usage(self._store).free >> 20
             detail = "the disk is full: " + ": ".join(str(word) for word in (error.strerror, error.filename) if word)
-            hint = f"free space on the disk {free}, then build again"
+            hint = f"free space on the disk of {self._store} ({free} MiB are free), then build again"
         return CorralError("template_unavailable", f"template {name} cannot be built: {detail}", hint=hint)
 
     def _foreign_ids(self, work: Path) -> int | None:
@@ -457,7 +456,7 @@ class Templates:
         base = self._ids.find(work.name) if os.geteuid() == 0 else None
         if base is not None and userns.processes_of(base):
             return False
-        _remove(work)
+        templates_confined.remove(work, templates_debian.environment())
         if base is not None:
             self._ids.release(work.name)
         return not work.exists()

@@ -3,16 +3,13 @@
 With `configure` the packages' maintainer scripts run in the new tree, as on any machine of that distribution: alternatives,
 certificates and the loader's cache are there afterwards. Without it packages are only unpacked.
 
-Nothing of a package runs as a user of this host: mmdebstrap works in a user namespace whose ids are a subordinate range. Root maps
-one of the installation's ranges itself, and the build's processes and mounts end with this process; an ordinary user needs a
-range of its own, which mmdebstrap maps by newuidmap, or gets what apt and dpkg alone can unpack.
+Nothing of a package runs as a user of this host, see `templates_confined`. Where that cannot be, apt and dpkg alone unpack what they can.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import pwd
 import re
 import shutil
 import subprocess
@@ -20,11 +17,11 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from corral.errors import CorralError
-from corral.linux import userns
+from corral.node import templates_confined
+from corral.node.templates_confined import Lack, on_host
 from corral.node.templates_recipe import Recipe
 from corral.node.templates_sealing import PROGRAM_PATH, resolve_inside
 
@@ -41,58 +38,23 @@ _APPLET = re.compile(rb"\[\[?|[a-z0-9][a-z0-9_.+-]{0,40}")
 _SECRET_BY_NAME = ("shadow", "gshadow", "shadow-", "gshadow-", "passwd-", "group-", ".pwd.lock", "machine-id")
 
 
-@dataclass(frozen=True)
-class Lack:
-    """What a host needs before it can build something, and how it comes to have it."""
-
-    reason: str
-    hint: str
-
-
 def cannot_build(recipe: Recipe) -> Lack | None:
     """Why this host cannot build it; None if it can."""
     lack = _no_mmdebstrap()
     if lack is None:
         return None
-    if (
-        recipe.configure or recipe.suite or recipe.exclude or recipe.sources
-    ):  # without it: what is named, of this host's release, whole
+    # Without it: what is named, of this host's release, whole.
+    if recipe.configure or recipe.suite or recipe.exclude or recipe.sources:
         return lack
-    if _found("apt-get") and _found("dpkg-deb"):
+    if on_host("apt-get") and on_host("dpkg-deb"):
         return None
     return Lack(f"{lack.reason}, or apt-get with dpkg-deb", lack.hint)
 
 
-def _found(program: str) -> bool:
-    return shutil.which(program, path=PROGRAM_PATH) is not None
-
-
 def _no_mmdebstrap() -> Lack | None:
-    """Why packages cannot be unpacked, and their scripts run, as ids of a range."""
-    if not _found("mmdebstrap"):
+    if not on_host("mmdebstrap"):
         return Lack("needs mmdebstrap on the host", "install the package mmdebstrap")
-    if _sysctl("user/max_user_namespaces") == 0:
-        return Lack("needs user namespaces", "allow them: sysctl user.max_user_namespaces")
-    if os.geteuid() == 0:
-        return None
-    if _sysctl("kernel/unprivileged_userns_clone") == 0:
-        return Lack("needs user namespaces", "allow them: sysctl kernel.unprivileged_userns_clone=1")
-    if not (_found("newuidmap") and _found("newgidmap")):
-        return Lack("needs newuidmap and newgidmap on the host", "install the package uidmap")
-    if not _has_subordinate_range():
-        who = _user_name() or str(os.geteuid())
-        return Lack(
-            f"needs a subordinate range of {userns.SIZE} ids (/etc/subuid, /etc/subgid) for the user {who}",
-            f"as root: usermod --add-subuids FIRST-LAST --add-subgids FIRST-LAST {who}, with {userns.SIZE} ids that nobody has",
-        )
-    return None
-
-
-def _sysctl(name: str) -> int | None:
-    try:
-        return int(Path("/proc/sys", name).read_bytes())
-    except (OSError, ValueError):
-        return None
+    return templates_confined.lack()
 
 
 def unpack(recipe: Recipe, root: Path, progress: Progress, base: int | None) -> None:
@@ -136,27 +98,6 @@ def packages_of(root: Path) -> dict[str, str]:
     return found
 
 
-def _user_name() -> str | None:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return None
-
-
-def _has_subordinate_range() -> bool:
-    """Whether the first lines of this user, which mmdebstrap takes, are long enough."""
-    name = _user_name()
-    try:
-        for kind in ("uid", "gid"):
-            lines = Path(f"/etc/sub{kind}").read_text(encoding="utf-8", errors="replace").splitlines()
-            counts = [parts[2] for line in lines if len(parts := line.split(":")) == 3 and parts[0] == name]
-            if not counts or int(counts[0]) < userns.SIZE:
-                return False
-    except (OSError, ValueError):
-        return False
-    return True
-
-
 def host_suite() -> str:
     """The code name of the host's own release."""
     lines = Path("/etc/os-release").read_text(encoding="utf-8").splitlines()
@@ -165,88 +106,24 @@ def host_suite() -> str:
 
 
 def _mmdebstrap(recipe: Recipe, root: Path, progress: Progress, base: int | None) -> None:
+    """Run it and tell each of its own lines as progress; the last lines say why it failed."""
     command = [
+        *("env", f"TMPDIR={os.path.dirname(templates_confined.TREE)}"),
         "mmdebstrap",
         "--mode=unshare",
         f"--variant={'essential' if recipe.configure else 'extract'}",
         f"--include={','.join(recipe.packages)}",
         '--aptopt=APT::Install-Recommends "false"',
         *(f"--dpkgopt=path-exclude={pattern}" for pattern in recipe.exclude),
+        *(recipe.suite or host_suite(), templates_confined.TREE, *recipe.sources),
     ]
-    suite = recipe.suite or host_suite()
-    if base is not None:
-        _as_range(
-            base, ["env", f"TMPDIR={_TMP}", *command, suite, f"{_TMP}/root", *recipe.sources], recipe, root, progress
-        )
-        return
-    # It unpacks as ids of the subordinate range, in a directory of its own that it removes itself; only a stream comes here.
-    streaming = [*command, "--format=tar", suite, "-", *recipe.sources]
-    made = ["setpriv", "--pdeathsig=TERM", "--", *streaming]
-    # Unpacked by tar as this process's own user, without the numbered owners and device files of the archive.
-    tar = ["tar", "-xf", "-", "-C", str(root), "--no-same-owner", "--no-same-permissions", "--exclude=./dev/*"]
-    with subprocess.Popen(tar, stdin=subprocess.PIPE, env=environment()) as unpacking:
-        try:
-            _follow(made, recipe, progress, into=unpacking)
-        finally:
-            if unpacking.stdin is not None:
-                unpacking.stdin.close()
-    if unpacking.returncode != 0:
-        raise OSError(f"tar ended with {unpacking.returncode}")
-
-
-_TMP = "/tmp"  # noqa: S108 - of the build's own mount namespace
-_CONFINED = (
-    f'cd "$1" && mount -t tmpfs -o mode=1777,size=16m,nosuid,nodev corral {_TMP} && mkdir {_TMP}/root'
-    f' && mount --no-canonicalize --bind . {_TMP}/root && cd / && shift && "$@"; exit $?'
-)
-"""Run by the host's root, as process 1 of its pid namespace: when it goes, all that a package has started goes. It stays root, because
-a process that takes other ids forgets that it was to die with its parent. The tree lies where the ids of the range may go: on the host
-no other user comes near it, whatever set-id programs it holds for the moment.
-"""
-
-
-def _as_range(base: int, command: list[str], recipe: Recipe, root: Path, progress: Progress) -> None:
-    """Run it as uid 0 of a user namespace that is the host's ids from `base` on, in pid and mount namespaces that end with us."""
-    try:
-        namespace = userns.create(base)
-    except OSError as error:
-        raise CorralError(
-            "template_unavailable",
-            f"template {recipe.name}: packages cannot be given ids of their own: {error.strerror or error}",
-            hint="allow user namespaces; `corral doctor --security` tells what forbids them",
-        ) from error
-    own = ["unshare", "--mount", "--propagation=private", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--"]
-    confined = ["sh", "-c", _CONFINED, "sh", str(root), "nsenter", f"--user=/proc/self/fd/{namespace}", "--"]
-    try:
-        root.chmod(0o755)
-        os.chown(root, base, base)
-        made = ["setpriv", "--pdeathsig=KILL", "--", *own, *confined, *command]
-        _follow(made, recipe, progress, keep=(namespace,))
-    finally:
-        os.close(namespace)
-
-
-def _follow(
-    command: list[str],
-    recipe: Recipe,
-    progress: Progress,
-    into: subprocess.Popen[bytes] | None = None,
-    keep: Sequence[int] = (),
-) -> None:
-    """Run it and tell each of its own lines as progress; the last lines say why it failed."""
     last: deque[str] = deque(maxlen=60)
     steps = 0
-    with subprocess.Popen(
-        command,
-        env=environment(),
-        cwd="/",
-        pass_fds=keep,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL if into is None else into.stdin,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    ) as process:
+    try:
+        process = templates_confined.begin(command, root, base, environment())
+    except PermissionError as error:
+        raise _not_begun(recipe, str(error.strerror)) from error
+    with process:
         late = threading.Timer(_BUILD_S, process.kill)  # a mirror that stands still must not hold every other build
         late.daemon = True
         late.start()
@@ -256,12 +133,22 @@ def _follow(
                 steps += 1
                 progress(f"template {recipe.name}: {text.removeprefix('I: ')}", min(0.8, 0.05 + 0.07 * steps))
         late.cancel()
+    if process.returncode == templates_confined.NOT_BEGUN:
+        raise _not_begun(recipe, " ".join(last))
     if process.returncode != 0:
         # the cause stands among the last lines, before the tool tells that it cleans up
         told = [text for text in last if "error" in text.lower() or text.startswith(("E:", "W:"))] or list(last)[-6:]
         told_all = f"mmdebstrap ended with {process.returncode}: {' '.join(told)[:800]}"
         full = any(os.strerror(errno.ENOSPC) in text for text in last)
         raise OSError(errno.ENOSPC, told_all) if full else OSError(told_all)
+
+
+def _not_begun(recipe: Recipe, why: str) -> CorralError:
+    return CorralError(
+        "template_unavailable",
+        f"template {recipe.name}: packages cannot be given ids of their own: {why}",
+        hint="allow user namespaces; `corral doctor --security` tells what forbids them",
+    )
 
 
 def _apt_download(packages: Sequence[str], root: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from corral.errors import CorralError
-from corral.node import templates_debian
+from corral.node import templates_confined, templates_debian
 from corral.node.templates import Templates
 from corral.node.templates_debian import cannot_build, packages_of
 from corral.node.templates_recipe import parse
@@ -409,7 +409,7 @@ def test_a_host_that_cannot_build_says_what_it_lacks_and_how_to_get_it(monkeypat
         return found.reason, found.hint
 
     sysctl: dict[str, int] = {}
-    monkeypatch.setattr(templates_debian, "_sysctl", sysctl.get)
+    monkeypatch.setattr(templates_confined, "sysctl", sysctl.get)
     assert lack("mmdebstrap") == ("needs mmdebstrap on the host", "install the package mmdebstrap")
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)
     assert lack("newgidmap") == ("needs newuidmap and newgidmap on the host", "install the package uidmap")
