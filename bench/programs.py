@@ -208,7 +208,10 @@ def main() -> int:
     parser.add_argument("--template", default="polyglot")
     parser.add_argument("--timeout", type=float, default=3000)
     parser.add_argument(
-        "--env", action="append", default=[], help="K=V for the workload: FILES, COMMITS, WORKERS, STALL_S, MODULE_S"
+        "--env",
+        action="append",
+        default=[],
+        help="K=V for the workload: FILES, COMMITS, MODULES, WORKERS, STALL_S, MODULE_S",
     )
     parser.add_argument("--json", type=Path, help="adds to what is there")
     parser.add_argument("--markdown", type=Path)

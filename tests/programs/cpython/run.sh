@@ -9,4 +9,4 @@ cp -r "/usr/lib/$name" /workspace/py/lib/
 cp -r suite/. "/workspace/py/lib/$name/"
 ln -s /usr/include /workspace/py/include
 unset PYTHONUNBUFFERED
-exec /workspace/py/bin/python3 suite.py "$@"
+exec /workspace/py/bin/python3 suite.py

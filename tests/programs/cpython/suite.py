@@ -103,7 +103,7 @@ def cases(path: str) -> list[str]:
 
 def main() -> None:
     with open(os.path.join(HERE, "modules.txt")) as file:
-        modules = sys.argv[1:] or file.read().split()
+        modules = os.environ.get("MODULES", "").split() or file.read().split()
     with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("WORKERS", "2"))) as pool:
         for told in pool.map(lines, modules):
             print(*told, sep="\n", flush=True)

@@ -20,7 +20,8 @@ public class Programs {
             body.run();
             System.out.println("ok - " + name);
         } catch (Throwable error) {
-            System.out.println("not ok - " + name + "\n# " + error);
+            var where = Arrays.stream(error.getStackTrace()).filter(e -> e.getClassName().equals("Programs") && !e.getMethodName().equals("check")).findFirst();
+            System.out.println("not ok - " + name + "\n# " + error + where.map(e -> " in line " + e.getLineNumber()).orElse(""));
         }
     }
 

@@ -278,17 +278,33 @@ def a_hundred_threads_and_timers():
 
 
 @test
+def a_process_has_a_descriptor():
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    try:
+        fd = os.pidfd_open(pid)
+        signal.pidfd_send_signal(fd, signal.SIGTERM)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -15
+
+
+@test
 def signals_with_values_and_between_groups():
     pid = os.fork()
     if pid == 0:
         os.setsid()
         signal.pause()
-    time.sleep(0.05)
-    os.kill(pid, 0)
-    fd = os.pidfd_open(pid)
-    signal.pidfd_send_signal(fd, signal.SIGTERM)
+    while os.getsid(pid) != pid:
+        time.sleep(0.01)
+    os.killpg(pid, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -15
-    assert signal.sigtimedwait([signal.SIGRTMIN], 0) is None
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
+    libc.sigqueue.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    ok(libc.sigqueue(os.getpid(), int(signal.SIGRTMIN), 7))
+    assert signal.sigtimedwait([signal.SIGRTMIN], 10).si_signo == signal.SIGRTMIN
 
 
 @test
@@ -334,12 +350,17 @@ def limits_by_number_of_a_process():
 
 
 @test
+def files_have_extended_attributes():
+    with tempfile.NamedTemporaryFile(dir="/workspace") as file:
+        os.setxattr(file.name, "user.note", b"x")
+        assert os.getxattr(file.name, "user.note") == b"x"
+
+
+@test
 def files_locks_and_attributes():
     with tempfile.NamedTemporaryFile(dir="/workspace") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         fcntl.lockf(file, fcntl.LOCK_EX)
-        os.setxattr(file.name, "user.note", b"x")
-        assert os.getxattr(file.name, "user.note") == b"x"
         os.posix_fallocate(file.fileno(), 0, 1 << 20)
         os.truncate(file.name, 64 << 20)
         os.utime(file.name, (1, 1))
