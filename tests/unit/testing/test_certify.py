@@ -13,8 +13,9 @@ import pytest
 
 from corral import bootstrap, config
 from corral.domain.facts import ExecFacts, Usage
-from corral.domain.limits import MIB
+from corral.domain.limits import MIB, LimitModes
 from corral.errors import CorralError
+from corral.ports.runtime import RuntimeInfo
 from corral.testing import certify
 from corral.testing.certify import kernel, limits, page, residue
 from corral.testing.certify.bench import SMALL, Bench, Box, Canaries, Ended, create, unlisted
@@ -276,6 +277,63 @@ def test_an_adapter_that_cannot_be_opened_is_told_as_unusable_and_the_next_is_tr
     told = certify.run_blocking(["crun", "runc"], settings=settings)
     assert [one.unusable for one in told.runtimes] == ["RuntimeError: not today"] * 2 and not told.ok
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_that_cannot_be_made_is_told_as_unusable_and_the_next_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unmade(name: str, *_: object) -> object:
+        raise ImportError(f"no module of {name}")
+
+    monkeypatch.setattr(bootstrap, "_runtime", unmade)
+    settings = dataclasses.replace(config.load(), state_dir=str(tmp_path / "state"))
+    told = certify.run_blocking(["mine", "yours"], settings=settings)
+    assert [one.unusable for one in told.runtimes] == [
+        "ImportError: no module of mine",
+        "ImportError: no module of yours",
+    ]
+    assert not told.ok and list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_no_runtime_is_refused(tmp_path: Path) -> None:
+    settings = dataclasses.replace(config.load(), state_dir=str(tmp_path / "state"))
+    with pytest.raises(CorralError, match="no runtime adapter 'nosuch'"):
+        certify.run_blocking(["nosuch"], settings=settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["opening", "attack"])
+async def test_an_interrupted_trial_is_closed_and_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    reached, closed = asyncio.Event(), []
+
+    class Interrupted:
+        def __init__(self, *_: object) -> None: ...
+
+        async def open(self) -> RuntimeInfo:
+            if where == "opening":
+                await stay(self)
+            return RuntimeInfo("crun", True, None, 1, "1", {}, LimitModes())
+
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            closed.append(self)
+
+    async def stay(bench: object) -> list[Trial]:
+        reached.set()
+        await asyncio.sleep(3600)
+        return []
+
+    monkeypatch.setattr(certify, "Bench", Interrupted)
+    monkeypatch.setattr(certify, "ATTACKS", [Attack("guest", "n", "a", "host", stay)])
+    settings = dataclasses.replace(config.load(), state_dir=str(tmp_path / "state"))
+    running = asyncio.create_task(certify.run(["crun"], settings=settings))
+    await reached.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(closed) == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_without_a_name_the_runtimes_of_the_configuration_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,17 @@ import dataclasses
 import os
 import platform
 import secrets
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from corral import config
+from corral.domain.grade import ANY_GRADE
 from corral.errors import CorralError
 from corral.ports.node import Node
 from corral.ports.runtime import Runtime
@@ -68,8 +71,49 @@ async def run(
 
 
 def run_blocking(runtimes: Sequence[str] = (), **options: Any) -> Report:
-    """`run` with an event loop of its own."""
-    return asyncio.run(run(runtimes, **options))
+    """`run` with an event loop of its own. A signal that ends this process ends the trial first, and only then is handled."""
+    came: list[int] = []
+
+    async def interruptible() -> Report:
+        with _signals_cancel(came):
+            return await run(runtimes, **options)
+
+    try:
+        return asyncio.run(interruptible())
+    except asyncio.CancelledError:
+        if came:
+            signal.raise_signal(came[0])
+        raise
+
+
+@contextlib.contextmanager
+def _signals_cancel(came: list[int]) -> Iterator[None]:
+    """In the main thread: the first signal cancels this task and nothing beside it; the second is for whoever handled them before."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    handlers: dict[int, Any] = {}
+
+    def arrived(number: int) -> None:
+        came.append(number)
+        restore()
+        if task is not None:
+            task.cancel()
+
+    def restore() -> None:
+        while handlers:
+            number, handler = handlers.popitem()
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # What is ignored, or was set by something that is not Python, is left alone.
+            if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None):
+                loop.add_signal_handler(number, arrived, number)
+                handlers[number] = handler
+    try:
+        yield
+    finally:
+        restore()
 
 
 def _chosen(only: Collection[str]) -> list[Attack]:
@@ -106,14 +150,15 @@ async def _certify(
     living = 0
     try:
         tell("probing", 0.0)
-        bench = Bench(compose, state, installation, settings.unsafe)
-        opened = False
+        bench = None
         try:
             try:
+                bench = Bench(compose, state, installation, settings.unsafe - {ANY_GRADE})
                 info = await bench.open()
             except Exception as error:  # an adapter of anybody's: what was found of the others is told all the same
+                if bench is None and isinstance(error, CorralError) and error.code == "invalid_value":
+                    raise  # there is no such runtime
                 return RuntimeReport(name, None, 0, _words(error))
-            opened = True
             if not info.usable:
                 return RuntimeReport(name, info.version, info.security_level, info.reason or "it does not work here")
             for place, attack in enumerate(attacks):
@@ -122,7 +167,8 @@ async def _certify(
             with contextlib.suppress(Exception):  # then the last row has no control, and says so
                 living = await residue.while_living(bench)
         finally:
-            if opened:
+            # Also when it is interrupted in the middle of its opening.
+            if bench is not None:
                 with contextlib.suppress(Exception):  # the last row tells what that left
                     await bench.close()
         findings += await asyncio.to_thread(residue.after_all, str(state), installation, living)
@@ -130,7 +176,8 @@ async def _certify(
         await asyncio.to_thread(residue.remove, str(state))
     took = time.monotonic() - began
     return RuntimeReport(
-        *(name, info.version, info.security_level, None, tuple(findings), took, tuple(sorted(settings.unsafe)))
+        *(name, info.version, info.security_level, None, tuple(findings), took),
+        tuple(sorted(settings.unsafe - {ANY_GRADE})),
     )
 
 

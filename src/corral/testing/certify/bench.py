@@ -200,6 +200,7 @@ class Bench:
         self._shared: dict[str, Box] = {}
         self._memo: dict[str, Any] = {}
         self._lock = asyncio.Lock()
+        self._opening: asyncio.Future[RuntimeInfo] | None = None
 
     def _wrap(self, inner: Runtime) -> Runtime:
         self._stages.append(Stage(inner))
@@ -214,6 +215,11 @@ class Bench:
         return os.geteuid() == 0
 
     async def open(self) -> RuntimeInfo:
+        """Whoever is cancelled in it leaves the rest to `close`, which waits for it: threads know of no cancelling."""
+        self._opening = asyncio.ensure_future(self._open())
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> RuntimeInfo:
         await self.node.open()
         self.info = (await self.node.runtimes())[0]
         return self.info
@@ -312,6 +318,20 @@ class Bench:
 
         return self.info.security_level >= 2 and bool(await self.once("own kernel", ask))
 
+    async def sees_programs(self) -> bool:
+        """Whether the host lists what runs in these sandboxes, by its command line: looked for once, as it takes a while to be sure."""
+
+        async def look() -> bool:
+            box, marker = await self.held(), f"corral-seen-{secrets.token_hex(8)}"
+            exec_id = await box.start_python("import time; time.sleep(600)", marker)
+            try:
+                await box.works()  # one that was started after it has ended
+                return await eventually(lambda: marked(marker), 2.0)
+            finally:
+                await box.end(exec_id)
+
+        return bool(await self.once("sees programs", look))
+
     async def once(self, name: str, make: Callable[[], Awaitable[Any]]) -> Any:
         """An answer that several attacks read."""
         if name not in self._memo:
@@ -326,10 +346,17 @@ class Bench:
                 await box.destroy()
 
     async def close(self) -> None:
-        for instance_id in await self.node.instances():
-            await self.node.destroy(instance_id, "certify")
-        await self.node.gc()
-        await self.node.close()
+        """End what there is, whatever of it fails."""
+        if self._opening is None:
+            return
+        await asyncio.wait([self._opening])
+        try:
+            for instance_id in await self.node.instances():
+                with contextlib.suppress(CorralError):  # `gc` tries once more
+                    await self.node.destroy(instance_id, "certify")
+            await self.node.gc()
+        finally:
+            await self.node.close()
 
     # -- the bare host ---------------------------------------------------------------------------------------------------------
     def _host_python(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,13 +63,20 @@ def control_of(name: str, places: Sequence[tuple[str, dict[str, Any] | None]]) -
 
 async def _answers(bench: Bench) -> tuple[dict[str, str], list[tuple[str, dict[str, Any] | None]]]:
     async def ask() -> tuple[dict[str, str], list[tuple[str, dict[str, Any] | None]]]:
-        inside = await (await bench.held()).ask(DOORS, "exec")
-        unfiltered = await bench.unfiltered()
+        held, unfiltered = await bench.held(), await bench.unfiltered()
+
+        async def without() -> list[dict[str, Any]]:
+            return [await unfiltered.ask(DOORS, where) for where in ("exec", "namespace")]
+
+        inside, (plain, namespace), user, root = await asyncio.gather(
+            *(held.ask(DOORS, "exec"), without()),
+            *(bench.outside(DOORS, who, who=who) for who in ("user", "root")),
+        )
         places: list[tuple[str, dict[str, Any] | None]] = [
-            ("without the filter", await unfiltered.ask(DOORS, "exec")),
-            ("without the filter, in a user namespace", await unfiltered.ask(DOORS, "namespace")),
-            ("for an ordinary user of the host", await bench.outside(DOORS, "user", who="user")),
-            ("for root of the host", await bench.outside(DOORS, "root", who="root")),
+            ("without the filter", plain),
+            ("without the filter, in a user namespace", namespace),
+            ("for an ordinary user of the host", user),
+            ("for root of the host", root),
         ]
         return inside, places
 
