@@ -172,6 +172,12 @@ def _reason(facts: ExecFacts, limits: Limits, modes: LimitModes, cwd: str | None
     if ended is not None:
         return ended
     if facts.start_failure is not None and not facts.started:
+        full = facts.start_failure.errno == "EAGAIN" and _pids_hit(facts, limits, modes)
+        if full and facts.start_failure.what == "platform":
+            return "pids_limit", (
+                f"could not be started: limit {limits.pids} pids, taken by what earlier programs left running; have those end, "
+                f"or ask for more pids{_watched(modes, 'pids')}"
+            )
         return _not_started(facts.start_failure, cwd)
     usage = facts.usage
     known = facts.exit_code is not None or facts.signal is not None
