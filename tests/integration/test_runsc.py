@@ -250,6 +250,56 @@ async def test_runsc_is_nobody_on_the_host_whatever_it_does_and_has_no_device_as
         assert (path.stat().st_uid, path.stat().st_mode & 0o077) == (0, 0) or path.name == snapshots.MANIFEST, path
 
 
+TABLE = """
+import json, os
+seen = {}
+for pid in [name for name in os.listdir("/proc") if name.isdigit()]:
+    seen[pid] = []
+    for name in ("environ", "maps", "auxv", "cmdline", "status", "stat", "fd"):
+        try:
+            path = f"/proc/{pid}/{name}"
+            os.listdir(path) if name == "fd" else open(path, "rb").read(1)
+            seen[pid].append(name)
+        except OSError:
+            pass
+own = seen.pop(os.readlink("/proc/self"))
+covers = [line.split()[1] for line in open("/proc/mounts") if line.split()[1].startswith("/proc/")]
+print(json.dumps({"own": len(own), "others": seen, "covers": len(covers)}))
+"""
+
+
+async def test_a_program_sees_of_the_guest_and_supervisors_their_numbers_only_however_many_there_were(
+    host: Host, tmp_path: Path
+) -> None:
+    async def look(instance: str) -> dict[str, Any]:
+        facts, out = await host.python(instance, TABLE)
+        assert facts.exit_code == 0, facts
+        found: dict[str, Any] = json.loads(out)
+        assert found["own"] == 7, "what is looked for is there"
+        assert "1" in found["others"] and not any(found["others"].values()), found
+        return found
+
+    ins = await host.create()
+    await look(ins)
+    for _ in range(8):  # each with a supervisor of its own, which goes with what it has left behind
+        await host.run(ins, "sh", "-c", "sleep 0.05 &")
+    facts, _ = await host.run(ins, "sh", "-c", "sleep 1000 & true", background="kill")
+    assert facts.exit_code == 0
+
+    async def few() -> bool:
+        # The guest, the supervisor of this look and the one that stands by: what covered the others went with them.
+        return (await look(ins))["covers"] <= 3
+
+    until = time.monotonic() + 60
+    while not await few():
+        assert time.monotonic() < until, "covers of supervisors that are gone stay"
+    image = str(tmp_path / "image")
+    assert (await host.node.checkpoint_instance(ins, host.fences[ins], image)).clean
+    request = host.request(2)
+    await host.node.restore_instance(request, image)
+    await look(request.instance_id)
+
+
 ORPHANS = """
 import asyncio, ctypes, os, sys
 from pathlib import Path

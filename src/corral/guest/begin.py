@@ -26,6 +26,7 @@ class Options:
         self.control_fd = -1
         self.fifo = False
         self.exec_pid_namespaces = False
+        self.cover_proc = ""
         self.unsafe_dumpable = False
         self.unsafe_no_landlock = False
         rest = list(arguments)
@@ -61,6 +62,8 @@ class Options:
             self.deadline = float(value)
         elif word == "--seccomp-exec":
             self.seccomp = value
+        elif word == "--cover-proc":
+            self.cover_proc = value
         elif word == "--control-fd":
             self.control_fd = int(value)
         else:
@@ -101,11 +104,17 @@ def harden(options: Options) -> dict[str, int]:
     # Only Linux itself has Landlock, and there it works: no need to try.
     subreaper = abi > 0 or processes.subreaper_works()
     namespaces = options.exec_pid_namespaces or not subreaper
+    namespaces = bool(namespaces and effective >> kernel.CAP_SYS_ADMIN & 1 and processes.namespaces_work())
+    covered = bool(namespaces and options.cover_proc and os.getpid() == 1 and not options.unsafe_dumpable)
+    if covered:
+        try:
+            processes.take_cover(options.cover_proc)
+        except OSError as error:
+            fail(f"/proc cannot be covered: {error}")
     return {
         "subreaper": int(subreaper),
-        "exec_pid_namespaces": int(
-            namespaces and effective >> kernel.CAP_SYS_ADMIN & 1 and processes.namespaces_work()
-        ),
+        "exec_pid_namespaces": int(namespaces),
+        "covered": int(covered),
         "pidfd": pidfd,
         "change_uid": int(bool(change)),
         "landlock": abi,

@@ -174,7 +174,7 @@ class Guest:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = processes.reap()
             except ChildProcessError:
                 return
             if pid == 0:

@@ -9,13 +9,52 @@ import _signal  # type: ignore[import-not-found]  # `signal` itself would import
 import os
 import time
 
-from corral.guest.kernel import become_subreaper, fork_as_init
+from corral.guest.kernel import become_subreaper, fork_as_init, mount, unmount
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SIGKILL, SIGTERM, SIGSTOP, SIGCONT = 9, 15, 19, 18
+
+_table = "/proc"
+"""Where the process table is seen whole."""
+
+
+def take_cover(directory: str) -> None:
+    """From now on /proc shows nobody more of this process than its number, nor of what calls `cover_self`.
+
+    For a kernel that tells everybody the environment, maps and descriptors of every process. `directory` is made, for root only; there
+    the table is seen whole. The mounts must be the sandbox's own. OSError where it cannot be done.
+    """
+    global _table
+    os.mkdir(directory, 0o700)
+    mount(b"proc", directory)
+    mount(b"tmpfs", f"/proc/{os.getpid()}", b"mode=0,size=4k")
+    _table = directory
+
+
+def cover_self() -> None:
+    """Where cover is taken: for this process too, until `reap` or `await_child` has it."""
+    if _table != "/proc":
+        mount(b"tmpfs", f"/proc/{os.readlink('/proc/self')}", b"mode=0,size=4k")
+
+
+def _uncover(pid: int) -> None:
+    # While it still has its number: later another one's entry would be reached, or none, and the mount would stay for ever.
+    if _table != "/proc":
+        unmount(f"/proc/{pid}")
+
+
+def reap() -> tuple[int, int]:
+    """`waitpid` for any child that has ended, (0, 0) when none has."""
+    if _table == "/proc":
+        return os.waitpid(-1, os.WNOHANG)
+    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return 0, 0
+    _uncover(ended.si_pid)
+    return os.waitpid(ended.si_pid, 0)
 
 
 class Process:
@@ -32,7 +71,7 @@ class Process:
 
 def look(pid: int) -> Process | None:
     try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(f"{_table}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
@@ -52,7 +91,7 @@ def look(pid: int) -> Process | None:
 
 def table() -> dict[int, Process]:
     found: dict[int, Process] = {}
-    for name in os.listdir("/proc"):
+    for name in os.listdir(_table):
         if name.isdigit():
             process = look(int(name))
             if process is not None:
@@ -82,7 +121,7 @@ def resident(among: list[Process]) -> int:
     pages = 0
     for process in among:
         try:
-            fd = os.open(f"/proc/{process.pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(f"{_table}/{process.pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 pages += int(os.read(fd, 256).split()[1])
             finally:
@@ -126,12 +165,13 @@ def send_child(pid: int, number: int) -> None:
 
 def await_child(pid: int, until: float) -> None:
     """Reap an own child that is about to end; it is killed if it has not by then (monotonic)."""
-    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() > until:
             send_child(pid, SIGKILL)
-            os.waitpid(pid, 0)
-            return
+            until += 3600.0
         time.sleep(0.002)
+    _uncover(pid)
+    os.waitpid(pid, 0)
 
 
 def end_tree(

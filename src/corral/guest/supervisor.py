@@ -87,7 +87,8 @@ class _Supervisor:
         if not dumpable:
             kernel.set_dumpable(False)
         if isinstance(self.below, processes.Namespace):
-            # It was for making the namespace; no exec may ever have it.
+            processes.cover_self()
+            # It was for making the namespace, and for that; no exec may ever have it.
             kernel.give_up(kernel.CAP_SYS_ADMIN)
         else:
             kernel.become_subreaper()

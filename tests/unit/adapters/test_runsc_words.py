@@ -55,7 +55,7 @@ def test_every_start_is_in_namespaces_of_the_instance() -> None:
 def test_the_guest_talks_over_its_standard_streams_and_gets_the_filter_in_words() -> None:
     arguments = configuration()["process"]["args"]
     assert arguments[:3] == list(SPEC.guest_argv)
-    assert arguments[3:] == ["--seccomp-exec", "hex:0102", "--control-fifo"]
+    assert arguments[3:] == ["--cover-proc", _runsc.COVERED, "--seccomp-exec", "hex:0102", "--control-fifo"]
     assert "--seccomp-exec" not in configuration(exec_filter=None)["process"]["args"]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tests.unit.guest.conftest import FENCE, ROOT, RunningGuest
@@ -45,6 +46,36 @@ async def test_no_exec_has_the_capability_that_made_its_namespace(guest: Running
     assert await effective() == 0
     as_root = await effective(uid=0, gid=0)
     assert as_root and not as_root & SYS_ADMIN
+
+
+async def test_under_cover_execs_see_numbers_and_the_guest_sees_all(
+    launch: Callable[..., RunningGuest], tmp_path: Path
+) -> None:
+    look = "cd /proc; for n in [0-9]*; do [ ! -r $n/stat ] || echo $n; done; grep -c ' /proc/[0-9]' mounts"
+
+    async def seen(guest: RunningGuest) -> tuple[set[str], int]:
+        *others, covers = (await guest.run(await guest.connect(), "sh", "-c", look)).stdout.decode().split()
+        return set(others), int(covers)
+
+    assert "1" in (await seen(launch("namespaces")))[0], "without cover everybody sees the guest"
+    guest = launch("namespaces", "--cover-proc", str(tmp_path / "table"))
+    client = await guest.connect()
+    assert client.hello.capabilities["covered"] == 1
+    others, covers = await seen(guest)
+    assert "1" not in others and covers >= 2, others
+    client = await guest.connect()
+    for _ in range(5):  # each with a supervisor of its own
+        await guest.run(client, "sh", "-c", "sleep 100 &")
+    assert (await client.usage())["processes"] >= 10
+    others, covers = await seen(guest)
+    # Who looks and who was left behind are execs like others; their supervisors are seen by nobody.
+    assert "1" not in others and len(others) == 6 and covers >= 7, (others, covers)
+    client = await guest.connect()
+    assert (await client.kill_all(fence=FENCE))["killed_all"] is True
+    assert (await client.usage())["processes"] == 0
+    _, covers = await seen(guest)
+    assert covers <= 4, "covers go with what they covered"
+    assert os.listdir(tmp_path / "table") == [], "none of it is on the host"
 
 
 async def test_a_signal_to_everyone_reaches_only_the_own_exec(guest: RunningGuest, client: GuestClient) -> None:

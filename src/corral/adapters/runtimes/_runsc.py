@@ -22,6 +22,9 @@ RECORDS, NETWORK, IMAGE, SAVED = "rec", "net", "image", "saved"
 """Names in an instance's place: runsc's own record, the network namespace of its sockets, the snapshot that it is restored from, and
 where runsc writes one."""
 
+COVERED = "/run/guest"
+"""Where the guest alone sees all of /proc: this kernel shows everybody's environment, maps and descriptors to all."""
+
 LAUNCH_MEMORY = 64 * MIB
 """What runsc itself needs beside the sandbox, until it has started that."""
 
@@ -43,7 +46,8 @@ def configuration(spec: InstanceSpec, *, view: str, open_files: int, exec_filter
     # gVisor counts by user: guest, supervisor and main itself began as another one.
     processes = max(1, spec.limits.pids - 3)
     # No descriptor but the standard streams reaches the inside, and no file of ours is in the tree.
-    options = [] if exec_filter is None else ["--seccomp-exec", f"hex:{exec_filter.hex()}"]
+    options = ["--cover-proc", COVERED]
+    options += [] if exec_filter is None else ["--seccomp-exec", f"hex:{exec_filter.hex()}"]
     if "unsafe_dumpable_guest" in spec.unsafe:
         options.append("--unsafe-dumpable")
     return {
