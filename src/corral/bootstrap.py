@@ -460,7 +460,7 @@ async def make_services(
     """The services over the ports."""
     from corral.domain.policy import Policy
     from corral.domain.request import HostCaps
-    from corral.domain.runner import Runner
+    from corral.domain.runner import Names, Runner
     from corral.services.control import Core, Services
     from corral.services.documents import Documents
     from corral.services.execs import Execs
@@ -477,6 +477,7 @@ async def make_services(
             for name in sorted(os.listdir(settings.runners))
             if name.endswith(".yaml")
         ]
+        Names.of(runners)  # now, and not at the first request, two that claim the same are refused
     except ValueError as error:
         raise CorralError("invalid_value", f"{settings.runners}: {error}", field="CORRAL_RUNNERS") from error
     host = await node.host()

@@ -16,8 +16,10 @@ from corral.domain.limits import LimitModes, Limits
 from corral.domain.quantities import format_bytes, parse_seconds, parse_size
 from corral.domain.request import HostCaps, language_of, parse_exec, parse_run, parse_sandbox
 from corral.domain.result import NO_OUTCOME, ORDER, exit_status, judge, merge_timeline, result_document, stream_document
+from corral.domain.runner import Names
 from corral.errors import CorralError
 
+NAMES = Names({".py": "python", ".r": "r"}, {"sh": "bash", "python3": "python"})
 HOST = HostCaps(memory_bytes=4 * 2**30, cpus=2)
 WORDS = sorted(
     [
@@ -132,7 +134,7 @@ def test_deep_nesting_is_no_way_to_the_stack():
 @given(ANY_TEXT, st.binary(max_size=80))
 def test_a_language_is_told_or_refused(name, first):
     try:
-        assert language_of(name, first)
+        assert language_of(NAMES, name, first)
     except CorralError as error:
         assert error.code == "unknown_language"
 

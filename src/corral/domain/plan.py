@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from corral.domain.intent import ResourceIntent
 from corral.domain.request import ExecRequest, RunRequest, SandboxRequest
-from corral.domain.runner import SHEBANGS
+from corral.domain.runner import NO_NAMES, Names
 
 PLANNER_VERSION = "rules/1"
 DEFAULT_CLASS = "default"
@@ -37,9 +37,9 @@ _BUILD_TOOLS = frozenset(
 _COMPILED = frozenset(("c", "cpp", "go", "java", "rust", "typescript"))
 
 
-def plan_by_rules(request: RunRequest | SandboxRequest | ExecRequest) -> ResourceIntent:
-    """The intent for a request, with the planner's version and its reason."""
-    workload, why = _workload(request)
+def plan_by_rules(request: RunRequest | SandboxRequest | ExecRequest, names: Names = NO_NAMES) -> ResourceIntent:
+    """The intent for a request, with the planner's version and its reason. `names` tell interpreters."""
+    workload, why = _workload(request, names)
     placement = None if isinstance(request, ExecRequest) else request.placement
     ttl = None if isinstance(request, ExecRequest) else request.ttl_s
     return ResourceIntent(
@@ -56,7 +56,7 @@ def plan_by_rules(request: RunRequest | SandboxRequest | ExecRequest) -> Resourc
     )
 
 
-def _workload(request: RunRequest | SandboxRequest | ExecRequest) -> tuple[str, str]:
+def _workload(request: RunRequest | SandboxRequest | ExecRequest, names: Names) -> tuple[str, str]:
     if isinstance(request, SandboxRequest):
         return "session", "a sandbox without a task yet"
     if request.language is not None:
@@ -68,5 +68,5 @@ def _workload(request: RunRequest | SandboxRequest | ExecRequest) -> tuple[str, 
     program = argv[0].rpartition("/")[2]
     if program in _BUILD_TOOLS:
         return "build", "a build tool"
-    language = SHEBANGS.get(program) or SHEBANGS.get(program.rstrip("0123456789."))
+    language = names.of_program(program)
     return (language, f"an interpreter of {language}") if language else ("command", "a program")

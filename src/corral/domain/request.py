@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from corral.domain.limits import MIB
 from corral.domain.quantities import format_bytes, parse_seconds, shown
-from corral.domain.runner import LANGUAGES, language_by_extension, language_by_first_line
+from corral.domain.runner import LANGUAGES, NO_NAMES, Names
 from corral.domain.values import (
     MAX_ENCODED,
     MAX_PATH,
@@ -179,8 +179,8 @@ EXEC_FIELDS = frozenset(
 )
 
 
-def parse_run(doc: Any, host: HostCaps) -> RunRequest:
-    """`POST /v1/runs`: see the module docstring."""
+def parse_run(doc: Any, host: HostCaps, names: Names = NO_NAMES) -> RunRequest:
+    """`POST /v1/runs`: see the module docstring. `names` tell the language of a FILE; without them it has to be said."""
     fields = _Fields(doc, RUN_FIELDS)
     fields.refuse_later(*LATER_FIELDS, "pty")
     shape = fields.program(("code", "command", "shell"))
@@ -192,7 +192,7 @@ def parse_run(doc: Any, host: HostCaps) -> RunRequest:
     fields.must_fit(files, wishes)
     return RunRequest(
         code=code,
-        language=fields.language(code, code_path),
+        language=fields.language(code, code_path, names),
         command=fields.argv("command", with_args=True) if shape == "command" else None,
         shell=fields.word("shell") if shape == "shell" else None,
         code_path=code_path,
@@ -242,7 +242,7 @@ def parse_exec(doc: Any, host: HostCaps) -> ExecRequest:
         argv=fields.argv(shape, with_args=True) if shape in ("argv", "command") else None,
         shell=fields.word("shell") if shape == "shell" else None,
         code=code,
-        language=fields.language(code, None),
+        language=fields.language(code),
         args=fields.args(shape),
         stdin=fields.stdin(),
         env=fields.env(),
@@ -259,9 +259,9 @@ def parse_exec(doc: Any, host: HostCaps) -> ExecRequest:
     )
 
 
-def language_of(file_name: str, first_bytes: bytes) -> str:
+def language_of(names: Names, file_name: str, first_bytes: bytes) -> str:
     """The language of a FILE: by its extension, else by its `#!` line, else `unknown_language`."""
-    language = language_by_extension(file_name) or language_by_first_line(first_bytes)
+    language = names.of_file(file_name) or names.of_first_line(first_bytes)
     if language is None:
         raise CorralError(
             "unknown_language",
@@ -345,7 +345,7 @@ class _Fields:
             )
         return value
 
-    def language(self, code: str | None, code_path: str | None) -> str | None:
+    def language(self, code: str | None, code_path: str | None = None, names: Names = NO_NAMES) -> str | None:
         value = self.doc.get("language")
         if code is None:
             if value is not None:
@@ -353,7 +353,7 @@ class _Fields:
             return None
         if value is None:
             if code_path is not None:
-                return language_of(code_path, code[:512].encode("utf-8", "surrogateescape"))
+                return language_of(names, code_path, code[:512].encode("utf-8", "surrogateescape"))
             self.fail("language", "code needs language", f"one of {', '.join(LANGUAGES)}")
         if not isinstance(value, str):
             self.fail("language", f"language is text, not {shown(value)}", f"one of {', '.join(LANGUAGES)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,45 +24,6 @@ BUILD_S = 120.0
 """What a build may take, whatever the program may: the clock of the caller's code starts with the program."""
 ABOUT = ("how", "files", "offline")
 """What each runner says of itself for the page of the reference."""
-
-EXTENSIONS: dict[str, str] = {
-    ".py": "python",
-    ".pyw": "python",
-    ".sh": "bash",
-    ".bash": "bash",
-    ".js": "javascript",
-    ".mjs": "javascript",
-    ".cjs": "javascript",
-    ".ts": "typescript",
-    ".mts": "typescript",
-    ".cts": "typescript",
-    ".c": "c",
-    ".cc": "cpp",
-    ".cpp": "cpp",
-    ".cxx": "cpp",
-    ".go": "go",
-    ".java": "java",
-    ".rs": "rust",
-    ".sql": "sql",
-    ".r": "r",
-}
-
-SHEBANGS: dict[str, str] = {
-    "python": "python",
-    "python3": "python",
-    "pypy3": "python",
-    "bash": "bash",
-    "sh": "bash",
-    "dash": "bash",
-    "node": "javascript",
-    "nodejs": "javascript",
-    "deno": "typescript",
-    "bun": "typescript",
-    "ts-node": "typescript",
-    "tsx": "typescript",
-    "Rscript": "r",
-    "sqlite3": "sql",
-}
 
 _PLACE = re.compile(r"\{(file|root|out|memory|cpus)(?::([0-9]{1,2})%)?\}")
 
@@ -129,6 +90,50 @@ class Runner:
 
 
 @dataclass(frozen=True)
+class Names:
+    """By what a language is told: extensions and programs of first lines, each of one language. Made from the runners: `of`."""
+
+    extensions: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, runners: Iterable[Runner]) -> Names:
+        """ValueError when two languages claim the same."""
+        made = cls({}, {})
+        for runner in runners:
+            for known, words in ((made.extensions, runner.extensions), (made.programs, runner.shebangs)):
+                for word in words:
+                    if known.setdefault(word, runner.language) != runner.language:  # type: ignore[attr-defined]
+                        raise ValueError(f"runner {runner.language}: {word} is {known[word]}'s already")
+        return made
+
+    def of_file(self, file_name: str) -> str | None:
+        """The language of a file name's last extension, or None."""
+        name = file_name.rpartition("/")[2]
+        stem, dot, extension = name.rpartition(".")
+        return self.extensions.get(f".{extension.lower()}") if dot and stem else None
+
+    def of_program(self, path: str) -> str | None:
+        """The language that a program interprets, whatever its version, or None."""
+        program = path.rpartition("/")[2]
+        return self.programs.get(program) or self.programs.get(program.rstrip("0123456789."))
+
+    def of_first_line(self, first_bytes: bytes) -> str | None:
+        """The language of a `#!` line, `env` with options and assignments included, or None."""
+        if not first_bytes.startswith(b"#!"):
+            return None
+        words = first_bytes[2:].split(b"\n", 1)[0][:512].decode("utf-8", "replace").split()
+        if words and words[0].rpartition("/")[2] == "env":
+            words = words[1:]
+            while words and (words[0].startswith("-") or "=" in words[0]):
+                words = words[1:]
+        return self.of_program(words[0]) if words else None
+
+
+NO_NAMES = Names()
+
+
+@dataclass(frozen=True)
 class Commands:
     """The argv of the build (or None) and of the program, and the runner's environment for both."""
 
@@ -191,25 +196,3 @@ def build_hint(language: str, reason: str, exit_code: int | None, hint: str | No
         f"the build failed{f' ({hint})' if odd else ''}: the {language} code did not compile, so the program was never started; "
         "the compiler's messages are in stderr"
     )
-
-
-def language_by_extension(file_name: str) -> str | None:
-    """The language of a file name's last extension, or None."""
-    name = file_name.rpartition("/")[2]
-    stem, dot, extension = name.rpartition(".")
-    return EXTENSIONS.get(f".{extension.lower()}") if dot and stem else None
-
-
-def language_by_first_line(first_bytes: bytes) -> str | None:
-    """The language of a `#!` line, `env` with options and assignments included, or None."""
-    if not first_bytes.startswith(b"#!"):
-        return None
-    words = first_bytes[2:].split(b"\n", 1)[0][:512].decode("utf-8", "replace").split()
-    if words and words[0].rpartition("/")[2] == "env":
-        words = words[1:]
-        while words and (words[0].startswith("-") or "=" in words[0]):
-            words = words[1:]
-    if not words:
-        return None
-    program = words[0].rpartition("/")[2]
-    return SHEBANGS.get(program) or SHEBANGS.get(program.rstrip("0123456789."))

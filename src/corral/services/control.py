@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from corral.domain.ids import new_id
 from corral.domain.policy import Policy
 from corral.domain.request import HostCaps
-from corral.domain.runner import Runner
+from corral.domain.runner import Names, Runner
 from corral.errors import CorralError
 from corral.ports.node import Node, Progress
 from corral.ports.store import Store
@@ -57,6 +58,11 @@ class Core:
     """Work that may be dropped at a stop: the next owner finds it in the store."""
     last: set[asyncio.Task[Any]] = field(default_factory=set)
     """Work that a stop waits for (bounded): removing what a finished run leaves."""
+
+    @cached_property
+    def names(self) -> Names:
+        """By what the languages of the runners are told."""
+        return Names.of(self.runners.values())
 
     def id(self, prefix: str) -> str:
         """A new id."""

@@ -102,7 +102,7 @@ class Executor:
         """Step 1, then `wait`. A request that cannot be honoured raises and makes no run; the same key joins the first call."""
         core = self._core
         core.check_open()
-        request = parse_run(document, core.host)
+        request = parse_run(document, core.host, core.names)
         self._languages.runner(request.language)
         await placing.choose(core, request.placement, core.policy.needs(request.placement.isolation))
         run = RunRecord(
@@ -296,7 +296,7 @@ class Executor:
 
     async def _run(self, flight: _Flight, watch: Stopwatch) -> Json:
         core, run = self._core, flight.run
-        request = parse_run(run.request, core.host)
+        request = parse_run(run.request, core.host, core.names)
         if not await self._rows(run):  # else an earlier process began something: what became of it is the outcome
             self._check(flight)
 
@@ -362,7 +362,7 @@ class Executor:
         if run.decisions.get("guard") is not None:
             return run
         policy = self._core.policy
-        intent = plan_by_rules(request)
+        intent = plan_by_rules(request, self._core.names)
         ttl_s = request.ttl_s if request.keep else None
         verdict = guard_decide(policy, intent, request.wishes, request.placement, ttl_s=ttl_s, user=request.user)
         plan = {**intent.as_dict(), "verdict": "planned", "reason": intent.reason}

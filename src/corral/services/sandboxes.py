@@ -61,7 +61,7 @@ class Sandboxes:
         core.check_open()
         request = parse_sandbox(document, core.host)
         policy = core.policy
-        intent = plan_by_rules(request)
+        intent = plan_by_rules(request, core.names)
         guard = guard_decide(policy, intent, request.wishes, request.placement, ttl_s=request.ttl_s)
         if not guard.allowed:
             await core.store.add_audit(

@@ -10,6 +10,7 @@ from corral.domain.limits import LimitModes, Limits
 from corral.domain.plan import PLANNER_VERSION, plan_by_rules
 from corral.domain.policy import SECCOMP_PROFILES, Policy
 from corral.domain.request import ExecRequest, Placement, ResourceWishes, RunRequest, SandboxRequest
+from corral.domain.runner import Names
 from corral.errors import CorralError
 from corral.linux.seccomp import PROFILES
 
@@ -258,7 +259,7 @@ def test_what_is_no_policy_is_refused(doc):
     ],
 )
 def test_rules_say_what_they_saw(request_, workload):
-    made = plan_by_rules(request_)
+    made = plan_by_rules(request_, Names(programs={"python": "python"}))
     assert (made.workload, made.resource_class, made.planner) == (workload, "default", PLANNER_VERSION)
     assert made.reason and set(made.as_dict()) >= {
         "cpu",

@@ -1,6 +1,8 @@
 import json
+from pathlib import Path
 
 import pytest
+import yaml
 
 from corral.domain.request import (
     ExecRequest,
@@ -12,10 +14,13 @@ from corral.domain.request import (
     parse_run,
     parse_sandbox,
 )
+from corral.domain.runner import Names, Runner
 from corral.domain.values import MAX_ENCODED
 from corral.errors import CorralError
 from corral.guest.connections import MAX_REQUEST
 
+RUNNERS = (Path(__file__).parents[3] / "runners").glob("*.yaml")
+NAMES = Names.of(Runner.from_dict(yaml.safe_load(path.read_text("utf-8"))) for path in RUNNERS)
 HOST = HostCaps(memory_bytes=4 * 2**30, cpus=2)
 CODE = {"code": "print(1)", "language": "python"}
 
@@ -245,8 +250,11 @@ def test_an_empty_set_of_dependencies_is_nothing():
 
 
 def test_code_that_came_as_a_file_may_leave_the_language_to_its_name():
-    assert parse_run({"code": "x", "code_path": "a.js"}, HOST).language == "javascript"
-    assert parse_run({"code": "#!/bin/sh\n", "code_path": "tool"}, HOST).language == "bash"
+    assert parse_run({"code": "x", "code_path": "a.js"}, HOST, NAMES).language == "javascript"
+    assert parse_run({"code": "#!/bin/sh\n", "code_path": "tool"}, HOST, NAMES).language == "bash"
+    assert refused({"code": "x", "code_path": "a.js"}).code == "unknown_language", (
+        "without runners no name tells anything"
+    )
 
 
 def test_a_sandbox_is_read():
@@ -286,7 +294,7 @@ def test_a_bad_exec_is_refused_by_name(doc, field):
      ("run", b"#!/usr/bin/env -S FOO=1 node --x\n", "javascript"), ("run.txt", b"#!/bin/bash -e\r\n", "bash")],
 )  # fmt: skip
 def test_the_language_is_told_by_extension_then_by_first_line(name, first, language):
-    assert language_of(name, first) == language
+    assert language_of(NAMES, name, first) == language
 
 
 @pytest.mark.parametrize(
@@ -294,7 +302,7 @@ def test_the_language_is_told_by_extension_then_by_first_line(name, first, langu
 )
 def test_else_the_language_is_unknown(name, first):
     with pytest.raises(CorralError, match="unknown_language") as caught:
-        language_of(name, first)
+        language_of(NAMES, name, first)
     assert "python" in caught.value.hint
 
 

@@ -8,20 +8,18 @@ import yaml
 from corral.domain.limits import Limits
 from corral.domain.runner import (
     ABOUT,
-    EXTENSIONS,
     LANGUAGES,
-    SHEBANGS,
+    Names,
     Runner,
     build_hint,
     commands,
-    language_by_extension,
-    language_by_first_line,
 )
 from corral.services.languages import chained
 
 FOLDER = Path(__file__).parents[3] / "runners"
 DOCUMENTS = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
 RUNNERS = {name: Runner.from_dict(doc) for name, doc in DOCUMENTS.items()}
+NAMES = Names.of(RUNNERS.values())
 LIMITS = Limits(memory_bytes=1000, cpu=1.5)
 each_runner = pytest.mark.parametrize("runner", RUNNERS.values(), ids=RUNNERS)
 
@@ -33,10 +31,10 @@ def test_every_language_of_the_contract_has_a_runner():
 
 
 @each_runner
-def test_a_runner_agrees_with_the_table_of_languages(runner):
-    assert set(runner.extensions) == {ext for ext, language in EXTENSIONS.items() if language == runner.language}
-    assert set(runner.shebangs) == {name for name, language in SHEBANGS.items() if language == runner.language}
-    assert language_by_extension(runner.file_name) == runner.language
+def test_a_language_is_told_by_what_its_runner_says(runner):
+    assert all(NAMES.of_file(f"a{extension}") == runner.language for extension in runner.extensions)
+    assert all(NAMES.of_program(f"/usr/bin/{program}") == runner.language for program in runner.shebangs)
+    assert NAMES.of_file(runner.file_name) == runner.language
 
 
 @each_runner
@@ -47,13 +45,13 @@ def test_a_runner_says_which_tools_it_needs_and_what_it_does(runner):
 
 
 def test_no_extension_and_no_program_of_a_first_line_belongs_to_two_languages():
-    for names in (
-        [e for r in RUNNERS.values() for e in r.extensions],
-        [s for r in RUNNERS.values() for s in r.shebangs],
-    ):
-        assert len(names) == len(set(names))
+    for words in ({"extensions": (".rs",)}, {"shebangs": ("node",)}):
+        other = Runner("sql", "main.sql", ("sqlite3",), **words)
+        with pytest.raises(ValueError, match="already"):
+            Names.of([*RUNNERS.values(), other])
+    assert Names.of([*RUNNERS.values(), RUNNERS["rust"]]) == NAMES, "the same once more claims nothing new"
     assert all(
-        language_by_first_line(f"#!/usr/bin/env {s}\n".encode()) == r.language
+        NAMES.of_first_line(f"#!/usr/bin/env {s}\n".encode()) == r.language
         for r in RUNNERS.values()
         for s in r.shebangs
     )
