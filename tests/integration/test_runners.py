@@ -221,6 +221,14 @@ def test_a_fault_in_the_code_is_told_with_its_phase(corral: Corral, language: st
         assert result.phase == "run", told
 
 
+@pytest.mark.parametrize("files", [{}, {"go.mod": "module example.com/p\n\ngo 1.18\n"}], ids=["files", "module"])
+def test_a_package_of_go_that_is_no_program_is_a_fault_in_the_code(corral: Corral, files: dict[str, str]) -> None:
+    result = run(corral, "go", "package library\n\nfunc F() int { return 1 }\n", files)
+    told = (result.stdout.text, result.stderr.text, result.hint)
+    assert (result.reason, result.exit_code, result.phase) == ("nonzero_exit", 1, "build"), told
+    assert "package main" in result.stderr.text, told
+
+
 @pytest.mark.parametrize("language", FAILING)
 def test_a_program_that_fails_is_no_failed_build(corral: Corral, language: str) -> None:
     case = CASES[language]

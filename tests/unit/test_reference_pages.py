@@ -1,5 +1,6 @@
 """Reference pages that are made from the code say what the code says. To renew them: `python tests/unit/test_reference_pages.py`."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ def errors_page() -> str:
 
 
 MADE = {"lifecycle.md": lifecycle_page, "errors.md": errors_page}
+
+
+def test_no_page_gives_an_option_behind_the_file_to_run_where_it_would_be_the_programs() -> None:
+    root = PAGES.parents[1]
+    pages = [root / "README.md", *root.glob("docs/**/*.md")]
+    behind = re.compile(r"\brun (?:--?[a-z][a-z-]*(?: (?!-)\S+)?+ )*+[^\s`-][^\s`]*\.[a-z]+ [^`\n]*--[a-z].*")
+    assert behind.search("corral run --memory 1G app/main.go --file app:.")
+    assert not behind.search("corral run --file app:. app/main.go") and not behind.search("run -- sh x.sh --foo")
+    found = [(page.name, hit[0]) for page in pages for hit in behind.finditer(page.read_text(encoding="utf-8"))]
+    assert found == []
 
 
 @pytest.mark.parametrize("name", MADE)

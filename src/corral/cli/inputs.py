@@ -43,7 +43,7 @@ def code_of(name: str) -> str:
 def files_of(sources: Sequence[str], taken: str | None, code: str | None = None) -> list[Json]:
     """Each file of `SRC[:DEST]`, in order; directories whole, modes kept. `taken` is the name that FILE has inside, `code` its text.
 
-    A directory that has FILE at its own place goes along without it: `run app/main.go --file app:.`
+    A directory that has FILE at its own place goes along without it: `run --file app:. app/main.go`
     """
     room = ROOM
     found: list[Json] = []
