@@ -23,7 +23,7 @@ from corral.errors import CorralError
 from corral.node import templates_confined
 from corral.node.templates_confined import Lack, on_host
 from corral.node.templates_recipe import Recipe
-from corral.node.templates_sealing import PROGRAM_PATH, resolve_inside
+from corral.node.templates_sealing import PROGRAM_PATH, SECRET_BY_NAME, resolve_inside
 
 Progress = Callable[[str, float | None], None]
 _BUILD_S = 2 * 3600.0
@@ -35,7 +35,6 @@ MAX_WORD = 200
 _VOLATILE = ("var/log", "var/cache", "var/lib/apt/lists", "run", "tmp", "var/tmp", "dev", "proc", "sys")
 """Directories whose content differs from build to build, or is made by who runs the sandbox."""
 _APPLET = re.compile(rb"\[\[?|[a-z0-9][a-z0-9_.+-]{0,40}")
-_SECRET_BY_NAME = ("shadow", "gshadow", "shadow-", "gshadow-", "passwd-", "group-", ".pwd.lock", "machine-id")
 
 
 def cannot_build(recipe: Recipe) -> Lack | None:
@@ -72,7 +71,7 @@ def unpack(recipe: Recipe, root: Path, progress: Progress, base: int | None) -> 
         for inside in found.iterdir() if found is not None and found.is_dir() else ():
             shutil.rmtree(inside) if inside.is_dir() and not inside.is_symlink() else inside.unlink()
     if (etc := resolve_inside(root, "/etc")) is not None:
-        for name in _SECRET_BY_NAME:
+        for name in SECRET_BY_NAME:
             (etc / name).unlink(missing_ok=True)
     if recipe.busybox_applets:
         _link_applets(root)

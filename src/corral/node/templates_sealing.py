@@ -46,7 +46,7 @@ _ETC = {
     "profile": "",
 }
 
-_SECRET_BY_NAME = ("shadow", "gshadow", "shadow-", "gshadow-", "passwd-", "group-", ".pwd.lock", "machine-id")
+SECRET_BY_NAME = ("shadow", "gshadow", "shadow-", "gshadow-", "passwd-", "group-", ".pwd.lock", "machine-id")
 """Of /etc: every file of a base can be read by everybody inside."""
 
 _EOL = rb"(?:(?:\\r)?\\n|\r?\n)[ \t]{0,16}"  # also as JSON writes it
@@ -117,7 +117,7 @@ def furnish(root: Path) -> None:
             _clear(path)
             path.write_text(content, encoding="utf-8")
             path.chmod(0o644)
-    for name in _SECRET_BY_NAME:
+    for name in SECRET_BY_NAME:
         _clear(etc / name)
     for link, target in (("mtab", "/proc/self/mounts"), ("localtime", "/usr/share/zoneinfo/Etc/UTC")):
         if not (etc / link).is_symlink() and not (etc / link).exists():
