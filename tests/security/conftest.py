@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ import pytest
 import corral
 from corral.domain.facts import ExecFacts, StreamFacts, Usage
 from corral.node.interpreter import PYTHON_ARGV
+from corral.testing.certify.bench import status_of
+from corral.testing.hostile.files import who_am_i
 
 from .probes import AS_USER, USER, user_python
 
@@ -74,19 +75,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def landlock_abi() -> int:
     """Version of the kernel's Landlock; signals can be confined from 6 on."""
     return max(0, ctypes.CDLL(None).syscall(444, None, 0, 1))
-
-
-def who_am_i() -> bytes:
-    """A static program of a few instructions that ends with its effective uid (the low 8 bits); busybox would drop what set-uid gives."""
-    code = {
-        "x86_64": b"\xb8\x6b\0\0\0\x0f\x05\x89\xc7\xb8\xe7\0\0\0\x0f\x05",  # geteuid; exit_group
-        "aarch64": struct.pack("<4I", 0xD28015E8, 0xD4000001, 0xD2800BC8, 0xD4000001),
-    }[os.uname().machine]
-    machine = {"x86_64": 62, "aarch64": 183}[os.uname().machine]
-    size, base = 64 + 56 + len(code), 0x400000
-    head = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
-    head += struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, base + 120, 64, 0, 0, 64, 56, 1, 0, 0, 0)
-    return head + struct.pack("<IIQQQQQQ", 1, 5, 0, base, base, size, size, 0x1000) + code
 
 
 def make_rootfs(path: Path) -> None:
@@ -288,28 +276,9 @@ class Box:
 
     def guest_pid(self) -> int:
         for pid in self.pids():
-            if status_of(pid)["NSpid"].split()[-1] == "1":
+            if status_of(pid).get("NSpid", "").split()[-1:] == ["1"]:
                 return pid
         raise AssertionError("PID 1 of the sandbox is not there")
-
-
-def status_of(pid: int) -> dict[str, str]:
-    """/proc/PID/status of a host process."""
-    lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-
-
-def marked(marker: str) -> list[int]:
-    """Live host processes whose command line holds a marker."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes()
-                state = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                if marker.encode() in line and state not in "ZX":
-                    found.append(int(entry.name))
-    return found
 
 
 def eventually(condition: Callable[[], Any], what: str, within: float = 20.0) -> Any:

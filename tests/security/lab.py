@@ -14,10 +14,8 @@ import dataclasses
 import io
 import json
 import os
-import secrets
 import sys
 import tarfile
-import time
 import traceback
 from typing import Any
 
@@ -26,33 +24,17 @@ from corral.adapters.runtimes.crun import CrunRuntime
 from corral.adapters.runtimes.runc import RuncRuntime
 from corral.channel import client as channel
 from corral.channel.answers import ChannelLimits
-from corral.domain.fence import Fence
-from corral.domain.ids import new_id
 from corral.domain.limits import MIB, Limits
 from corral.errors import CorralError
-from corral.node.interpreter import PYTHON_ARGV
 from corral.node.making import ref_from_json
 from corral.node.service import LocalNode
 from corral.node.templates import Template
 from corral.ports.node import CreateInstance, ExecSpec
-from corral.testing.runtimes import _Around
+from corral.testing.certify.bench import FENCE, Stage, fresh
+from corral.testing.hostile.guest import WITHOUT_CAPABILITY
 
-FENCE = Fence(1, 1)
 SMALL = Limits(memory_bytes=192 * MIB, disk_bytes=48 * MIB, inodes=2000, tmp_bytes=8 * MIB, pids=64, wall_s=30)
 ADAPTERS: dict[str, Any] = {"bubblewrap": BubblewrapRuntime, "crun": CrunRuntime, "runc": RuncRuntime}
-
-WITHOUT_CAPABILITY = """
-import ctypes, os, struct, sys
-libc = ctypes.CDLL(None)
-libc.prctl(47, 4, 0, 0, 0)
-libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-"""A guest that does not keep the capability that its execs lack: one of the five measures, switched off."""
-
-
-def fresh(prefix: str) -> str:
-    return new_id(prefix, time.time_ns() // 1_000_000, secrets.token_bytes(10))
 
 
 class OneTemplate:
@@ -69,21 +51,6 @@ class OneTemplate:
         return contextlib.nullcontext()
 
 
-class OtherGuests(_Around):
-    """The inner runtime, with another program as PID 1 for chosen instances."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.programs: dict[str, tuple[str, bool]] = {}
-
-    async def create(self, spec: Any, control: Any) -> Any:
-        code, before = self.programs.get(spec.instance_id, ("", False))
-        if code:
-            given = spec.guest_argv if before else spec.guest_argv[len(PYTHON_ARGV) :]
-            spec = dataclasses.replace(spec, guest_argv=(*PYTHON_ARGV, "-c", code, *given))
-        return await self.inner.create(spec, control)
-
-
 class Server:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -93,7 +60,7 @@ class Server:
             installation_id=config["installation"],
             subuid_range=tuple(ranged) if ranged else None,
         )
-        self.runtime = OtherGuests(adapter)
+        self.runtime = Stage(adapter)
         templates: Any = OneTemplate(os.path.join(config["state"], "rootfs"))
         self.node = LocalNode(
             config["state"],
@@ -121,7 +88,7 @@ class Server:
     ) -> dict[str, Any]:
         instance = instance or fresh("ins")
         if guest is not None or without_capability:
-            self.runtime.programs[instance] = (guest or WITHOUT_CAPABILITY, guest is None)
+            self.runtime.guests[instance] = (guest or WITHOUT_CAPABILITY, guest is None)
         request = CreateInstance(
             *(instance, fresh("sbx"), 1, FENCE, self.config["runtime"], "busybox"),
             *(dataclasses.replace(SMALL, **(limits or {})), deadline_s, frozenset(unsafe or ())),
@@ -129,7 +96,7 @@ class Server:
         try:
             report = await self.node.create(request)
         finally:
-            self.runtime.programs.pop(instance, None)
+            self.runtime.guests.pop(instance, None)
         ref = self.refs[instance] = ref_from_json(report.ref)
         made = await self.runtime.attach(ref)
         assert made is not None

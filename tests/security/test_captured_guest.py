@@ -22,9 +22,11 @@ import pytest
 from corral.domain.facts import ExecFacts
 from corral.domain.limits import MIB, LimitModes, Limits
 from corral.domain.result import judge
+from corral.testing.certify.bench import marked
+from corral.testing.certify.captured import CLAIMS_END, FLOOD, GARBAGE
 from corral.testing.hostile.guest import guest
 
-from .conftest import MODES, Box, Lab, Refused, eventually, marked
+from .conftest import MODES, Box, Lab, Refused, eventually
 
 IMPATIENT = {"request_s": 2.0, "connect_s": 2.0, "keepalive_s": 2.0}
 
@@ -55,9 +57,6 @@ def start_marked(box: Box, mark: str, **spec: object) -> str:
     exec_id = box.start(*sleep(mark), **spec)
     eventually(lambda: marked(mark), "the program runs")
     return exec_id
-
-
-CLAIMS_END = "def on_attach(request):\n ok(request, **status(request['exec_id']))\n time.sleep(0.5)\n end(request)\n"
 
 
 def test_an_end_that_is_a_lie_is_no_result_where_nothing_may_live_on(impatient: Lab, mark: str) -> None:
@@ -162,14 +161,6 @@ def test_silence_while_a_program_runs_ends_with_the_clock_of_the_host(impatient:
         eventually(lambda: not marked(mark), "the program of a silent guest is ended")
 
 
-FLOOD = """
-def on_attach(request):
-    ok(request, **status(request["exec_id"]))
-    block, at = b"f" * 65536, 0
-    while True:
-        send(protocol.data_frame(request["streams"]["stdout"], at, 0, block))
-        at += len(block)
-"""
 TINY = """
 def on_attach(request):
     ok(request, **status(request["exec_id"]))
@@ -179,7 +170,6 @@ def on_attach(request):
         at += 500
 """
 PINGS = "def on_attach(request):\n ok(request, **status(request['exec_id']))\n while True: ok({'id': 1})\n"
-GARBAGE = "def on_attach(request):\n ok(request, **status(request['exec_id']))\n while True: send(os.urandom(65536))\n"
 OTHERS = "def on_attach(request):\n ok(request, **status(request['exec_id']))\n event(event='ended', attach=77, status=ended('exe_other'))\n"
 OFFSETS = "def on_attach(request):\n ok(request, **status(request['exec_id']))\n end(request, offsets={'stdout': 2**50, 'stderr': 0})\n"
 LATE = "def on_attach(request):\n ok(request, **status(request['exec_id'], offsets={'stdout': 2**60, 'stderr': 0}))\n end(request, offsets={'stdout': 2**60, 'stderr': 0})\n"

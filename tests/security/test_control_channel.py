@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from corral.testing.hostile.channel import CONNECT, DESCRIPTORS, FORGERIES, SPEAK
-from corral.testing.hostile.prelude import PRELUDE
+from corral.testing.hostile.channel import CONNECT, DESCRIPTORS, FORGE, FORGERIES, SPEAK
 
 from .conftest import ROOT, Box, Lab
 from .probes import AS_USER, USER, on_the_host
@@ -34,24 +33,9 @@ def test_control_the_look_finds_a_descriptor_that_is_there(box: Box) -> None:
 @pytest.mark.parametrize("pty", [False, True])
 def test_frames_on_the_descriptors_of_an_exec_are_output_and_nothing_else(box: Box, pty: bool) -> None:
     """Written to every descriptor that it has, standard input and the doors of /proc included."""
-    code = (
-        PRELUDE
-        + r"""
-forged = bytes.fromhex(sys.argv[1])
-for fd in (0, 1, 2):
-    for path in (None, f"/proc/self/fd/{fd}", f"/dev/fd/{fd}"):
-        try:
-            place = fd if path is None else os.open(path, os.O_WRONLY)
-            if path is None or fd == 0:
-                os.write(place, forged)
-        except OSError:
-            pass
-os._exit(7)
-"""
-    )
     for name, frame in FORGERIES.items():
         spec: dict[str, Any] = {"pty": [24, 80]} if pty else {"stdin": b"", "stdin_open": True}
-        outcome = box.python(code, frame.hex(), **spec)
+        outcome = box.python(FORGE, frame.hex(), **spec)
         assert outcome.facts.exit_code == 7 and not outcome.facts.guest_lost, (name, outcome.facts)
         if not pty:
             assert (outcome.stdout, outcome.stderr) == (frame, frame), name

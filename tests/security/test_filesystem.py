@@ -21,10 +21,10 @@ import pytest
 
 from corral.client.trees import unpack
 from corral.errors import CorralError
-from corral.testing.hostile.files import KERNEL_FILES, RAISED, TARGETS, WRITABLE, WRITE
+from corral.testing.hostile.files import KERNEL_FILES, RAISED, TARGETS, WRITABLE, WRITE, who_am_i
 from corral.testing.hostile.prelude import PRELUDE, TELL
 
-from .conftest import Box, Lab, Refused, who_am_i
+from .conftest import Box, Lab, Refused
 from .probes import AS_USER, USER, on_the_host
 
 

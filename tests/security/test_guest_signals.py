@@ -11,10 +11,11 @@ import uuid
 
 import pytest
 
+from corral.testing.certify.bench import marked
 from corral.testing.hostile.prelude import TELL
 from corral.testing.hostile.signals import AT_GUEST, AT_SUPERVISOR, SIGNAL, WAYS
 
-from .conftest import Box, Lab, eventually, landlock_abi, marked
+from .conftest import Box, Lab, eventually, landlock_abi
 from .probes import on_the_host
 
 

@@ -6,9 +6,10 @@ import os
 
 import pytest
 
+from corral.testing.certify.bench import status_of
 from corral.testing.hostile.identity import GUEST_CAPABILITIES, STATUS
 
-from .conftest import ROOT, Box, Lab, status_of
+from .conftest import ROOT, Box, Lab
 from .probes import AS_USER, on_the_host
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from corral.testing.certify.bench import status_of
 from corral.testing.hostile.prelude import PRELUDE, TELL
 from corral.testing.hostile.residue import CLEAN, LEAVE, LOOK_FOR_MARKS, PLACES
 
-from .conftest import MODES, Box, Lab, status_of
+from .conftest import MODES, Box, Lab
 
 
 @pytest.fixture(scope="module", params=MODES)

@@ -16,7 +16,7 @@ from corral.testing.certify.bench import FENCE, Bench, Box, fresh, status_of
 from corral.testing.certify.captured import CLAIMS_END
 from corral.testing.certify.register import Try, attack, of_its_own, opened
 from corral.testing.certify.verdict import Seen, Trial
-from corral.testing.hostile.channel import CONNECT, DESCRIPTORS, FORGERIES, SPEAK
+from corral.testing.hostile.channel import CONNECT, DESCRIPTORS, FORGE, FORGERIES, SPEAK
 from corral.testing.hostile.guest import guest
 from corral.testing.hostile.memory import LOOK_AT_GUEST
 from corral.testing.hostile.prelude import PRELUDE, TELL
@@ -176,23 +176,6 @@ async def channel(bench: Bench) -> list[Trial]:
         Trial("descriptors", Seen(bool(extra), f"{len(mine)} open"), Seen(len(more) > len(mine), "the look finds what is open")),
         Trial("sockets", Seen(bool(reached), how), control),
     ]  # fmt: skip
-
-
-FORGE = (
-    PRELUDE
-    + r"""
-forged = bytes.fromhex(sys.argv[1])
-for fd in (0, 1, 2):
-    for path in (None, f"/proc/self/fd/{fd}"):
-        try:
-            place = fd if path is None else os.open(path, os.O_WRONLY)
-            if path is None or fd == 0:
-                os.write(place, forged)
-        except OSError:
-            pass
-os._exit(7)
-"""
-)
 
 
 @attack("guest", "forged frames", "writes frames of the guest's protocol to every descriptor that it has", "host")
