@@ -4,7 +4,7 @@
     .venv/bin/python -m bench.fuzz --replay fuzz-state/crashes/node-….json
 
 The directory keeps the inputs that reached something new, so a later run goes on from there, and one file for each kind of failure:
-its smallest input, what was wrong, and the seed. Exit status 1 when there was any.
+its smallest input, what was wrong, and the seed. Exit status 1 when there was any. Ctrl-C ends it early, with the same report.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +49,9 @@ def conduct(options: argparse.Namespace) -> int:
     one = campaign.Campaign(options.dir, options.seed, options.targets)
     try:
         one.run(time.monotonic() + options.hours * 3600, lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        for child in children:
+            child.send_signal(signal.SIGINT)
     finally:
         for child in children:
             child.wait()
@@ -80,7 +84,9 @@ def _report(directory: Path) -> int:
     )
     crashes = sorted((directory / "crashes").glob("*.json"))
     for path in crashes:
-        print(f"{path}: {json.loads(path.read_text())['wrong']}")
+        told = json.loads(path.read_text())
+        print(f"{path}: {told['wrong']} (seed {told['seed']})")
+        print(f"    .venv/bin/python -m bench.fuzz --replay {path}")
     return 1 if crashes else 0
 
 
@@ -101,6 +107,9 @@ def main() -> int:
     parser.add_argument("--replay", type=Path, help="run one saved case")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    # Whoever ends us by TERM, or starts us in the background where Ctrl-C is ignored, gets the report too.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     return replay(options.replay) if options.replay else conduct(options)
 

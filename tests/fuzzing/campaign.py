@@ -116,6 +116,8 @@ class Campaign:
         self._files: set[str] = set()
         self._lines = Lines()
         self._base = 0
+        # Of this run alone: another with the same seed goes on in the same directory and counts beside it.
+        self._counted = directory / f"counts-{seed}-{time.time_ns()}.json"
         for name in ("corpus", "crashes"):
             (directory / name).mkdir(parents=True, exist_ok=True)
 
@@ -123,15 +125,17 @@ class Campaign:
         """Until this time of the monotonic clock."""
         signal.signal(signal.SIGALRM, _hangs)
         told = time.monotonic()
-        while time.monotonic() < until:
-            if sum(self.counts.values()) % 200 == 0:
-                self._take()
-            self._one()
-            if time.monotonic() - told > 60:
-                told = time.monotonic()
-                tell(self.line())
-                self._count()
-        self._count()
+        try:
+            while time.monotonic() < until:
+                if sum(self.counts.values()) % 200 == 0:
+                    self._take()
+                self._one()
+                if time.monotonic() - told > 60:
+                    told = time.monotonic()
+                    tell(self.line())
+                    self._count()
+        finally:
+            self._count()
 
     def line(self) -> str:
         counts = " ".join(f"{target} {count}" for target, count in self.counts.items())
@@ -195,8 +199,9 @@ class Campaign:
         path.write_text(small.dump(wrong=wrong, seed=self.seed, smallest=True))
 
     def _count(self) -> None:
-        path = self.directory / f"counts-{self.seed}.json"
-        path.write_text(json.dumps({"cases": self.counts, "failures": self.crashes, "lines": len(self._lines.seen)}))
+        self._counted.write_text(
+            json.dumps({"cases": self.counts, "failures": self.crashes, "lines": len(self._lines.seen)})
+        )
 
 
 def _hangs(number: int, frame: Any) -> None:
