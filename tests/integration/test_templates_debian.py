@@ -229,6 +229,19 @@ def test_a_build_that_is_killed_takes_its_scripts_with_it_and_leaves_nothing_tha
 
 
 @pytest.mark.root
+def test_a_build_that_nobody_can_follow_any_more_ends_at_once(state: Path, repository: str) -> None:
+    def broken(text: str, part: float | None) -> None:
+        if "installing remaining" in text:
+            raise ValueError("no such line")
+
+    templates = recipe(state, repository, "stuck")
+    with pytest.raises(CorralError, match="no such line") as caught:
+        asyncio.run(templates.ensure("small", broken))
+    assert caught.value.code == "infra_error"
+    until(lambda: templates.unfinished() == [] or templates.remove_unfinished())
+
+
+@pytest.mark.root
 def test_where_user_namespaces_are_forbidden_root_runs_no_script_either(
     state: Path, repository: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,12 +126,17 @@ def _mmdebstrap(recipe: Recipe, root: Path, progress: Progress, base: int | None
         late = threading.Timer(_BUILD_S, process.kill)  # a mirror that stands still must not hold every other build
         late.daemon = True
         late.start()
-        for line in process.stderr or ():
-            last.append(text := " ".join(line.split())[:300])
-            if text.startswith("I: ") and not text.startswith("I: removing"):
-                steps += 1
-                progress(f"template {recipe.name}: {text.removeprefix('I: ')}", min(0.8, 0.05 + 0.07 * steps))
-        late.cancel()
+        try:
+            for line in process.stderr or ():
+                last.append(text := " ".join(line.split())[:300])
+                if text.startswith("I: ") and not text.startswith("I: removing"):
+                    steps += 1
+                    progress(f"template {recipe.name}: {text.removeprefix('I: ')}", min(0.8, 0.05 + 0.07 * steps))
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            late.cancel()
     if process.returncode == templates_confined.NOT_BEGUN:
         raise _not_begun(recipe, " ".join(last))
     if process.returncode != 0:
