@@ -10,9 +10,12 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fuzzing import campaign, node
 from fuzzing.clock import Broken
+from fuzzing.guest import shared
 from fuzzing.tape import Case, fresh
 
 FRESH = int.from_bytes(os.urandom(4), "big")
@@ -34,6 +37,14 @@ def test_what_was_found_once_is_not_there_any_more(name: str) -> None:
 @pytest.mark.parametrize("seed", [1, FRESH], ids=["fixed", "fresh"])
 def test_whatever_a_guest_does_the_node_holds_its_promises(seed: int) -> None:
     assert campaign.some("node", seed, 60, seconds=7.0)
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40), st.binary(max_size=40))
+def test_what_two_outputs_share_is_found_to_the_byte(front: bytes, one: bytes, other: bytes) -> None:
+    here, there = front + one, front + other
+    same = shared(here, there)
+    assert here[:same] == there[:same] and len(front) <= same
+    assert same == min(len(here), len(there)) or here[same] != there[same]
 
 
 def test_an_honest_guest_is_served_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
