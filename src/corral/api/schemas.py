@@ -291,8 +291,8 @@ def schemas() -> Json:
             "limits": {"type": "object", "additionalProperties": LIMIT_MODES},
             "overshoot": {
                 "type": "object",
-                "additionalProperties": {"type": "number"},
-                "description": "Limit that is watched -> by how much a program got beyond it when it was measured.",
+                "additionalProperties": TEXT,
+                "description": "Limit that is watched -> how far a program may get beyond it.",
             },
             "start_ms": {"type": ["number", "null"], "description": "Of a sandbox, at the last probe."},
         }
