@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from corral.linux.process import ProcessRef, ref_of, start_time
@@ -80,6 +82,17 @@ def totals(pids: list[int], *, pss: bool = False) -> Totals:
         memory += int(fields[21]) * _PAGE if shared_out is None else shared_out[0]
         mapped += 0 if shared_out is None else shared_out[1]
     return Totals(count, memory + max(0, _memory_files(pids) - mapped), ticks / _TICKS)
+
+
+def unlinked(pids: list[int], device: int) -> tuple[int, int]:
+    """(bytes, number) of the files of a device that have no name any more and are kept by these processes, which have them open."""
+    sizes: dict[int, int] = {}
+    for path in _open_files(pids):
+        with contextlib.suppress(OSError):
+            info = os.stat(path)
+            if info.st_nlink == 0 and info.st_dev == device and stat.S_ISREG(info.st_mode):
+                sizes[info.st_ino] = info.st_blocks * 512
+    return sum(sizes.values()), len(sizes)
 
 
 def with_arguments(marker: tuple[str, ...]) -> list[ProcessRef]:
@@ -183,15 +196,20 @@ def _pss(pid: int) -> tuple[int, int] | None:
 def _memory_files(pids: list[int]) -> int:
     """Bytes of all memory files that these processes have open, each counted once."""
     sizes: dict[int, int] = {}
+    for path in _open_files(pids):
+        with contextlib.suppress(OSError):
+            if os.readlink(path).startswith("/memfd:"):
+                info = os.stat(path)
+                sizes[info.st_ino] = info.st_blocks * 512
+    return sum(sizes.values())
+
+
+def _open_files(pids: list[int]) -> Iterator[str]:
     looked = 0
     for pid in pids:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
                 looked += 1
                 if looked > _MOST_LOOKED_AT:
-                    return sum(sizes.values())
-                with contextlib.suppress(OSError):
-                    if os.readlink(entry.path).startswith("/memfd:"):
-                        info = os.stat(entry.path)
-                        sizes[info.st_ino] = info.st_blocks * 512
-    return sum(sizes.values())
+                    return
+                yield entry.path

@@ -6,11 +6,12 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from corral.domain.facts import Usage
 from corral.errors import CorralError
-from corral.linux.guesttree import Caps, GuestTree
+from corral.linux import nsproc
+from corral.linux.guesttree import Caps, DiskUse, GuestTree
 from corral.linux.process import ProcessRef, start_time
 from corral.node.body import Body
 from corral.ports.runtime import HostTree, Stats
@@ -125,7 +126,7 @@ class Meter:
         else:
             caps = Caps(entries=max(200_000, 2 * self._limits.inodes), seconds=seconds)
             try:
-                use = await asyncio.to_thread(GuestTree(tree.path, tree.uid, tree.gid, caps).usage)
+                use = await asyncio.to_thread(_use_of, tree, caps, self._body.pid1)
             except (CorralError, OSError):
                 return
             if use.complete or use.bytes > (self._disk_bytes or 0):
@@ -164,6 +165,21 @@ class Meter:
         )
         throttled = _count(before.cpu_throttled, after.cpu_throttled)
         return Measured(usage, self._disk_full, self._inodes_full, self._tmp_full, throttled)
+
+
+def _use_of(tree: HostTree, caps: Caps, pid1: ProcessRef | None) -> DiskUse:
+    """What lies in the tree, and what was removed from it and lives on because a program has it open."""
+    before = _nameless(tree, pid1)
+    use = GuestTree(tree.path, tree.uid, tree.gid, caps).usage()
+    # What lost or got its name during the walk is in the tree's count already, or in the next one's.
+    size, count = map(min, before, _nameless(tree, pid1))
+    return replace(use, bytes=use.bytes + size, entries=use.entries + count)
+
+
+def _nameless(tree: HostTree, pid1: ProcessRef | None) -> tuple[int, int]:
+    if pid1 is None or (namespace := nsproc.pid_namespace(pid1.pid)) is None or start_time(pid1.pid) != pid1.start_time:
+        return 0, 0
+    return nsproc.unlinked(nsproc.members(namespace), os.stat(tree.path).st_dev)
 
 
 def empty_disk(tree: HostTree) -> int:

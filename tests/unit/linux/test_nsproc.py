@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +127,36 @@ told()
     assert 64 << 20 <= mapped - before < 70 << 20
     assert rss_open - rss_before >= 64 << 20
     assert rss_mapped >= mapped
+
+
+def test_files_without_a_name_are_told_as_long_as_they_are_open(tmp_path: Path) -> None:
+    program = """
+import os, sys
+files = [os.open(name, os.O_RDWR | os.O_CREAT) for name in ("kept", "gone", "gone too")]
+for file in files: os.write(file, bytes(1 << 20)); os.fsync(file)
+os.dup(files[1])
+os.unlink("gone"); os.unlink("gone too")
+print("ready", flush=True)
+sys.stdin.readline()
+os.closerange(3, 20)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+    command = [sys.executable, "-I", "-S", "-c", program]
+    device = tmp_path.stat().st_dev
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as child:
+        assert child.stdin and child.stdout
+        found = []
+        for _ in range(2):
+            assert child.stdout.readline() == b"ready\n"
+            found.append(nsproc.unlinked([child.pid], device))
+            assert nsproc.unlinked([child.pid], device + 1) == (0, 0)
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+    (size, count), after = found
+    assert count == 2 and 2 << 20 <= size < 3 << 20
+    assert after == (0, 0)
 
 
 def test_a_launch_is_found_by_its_arguments() -> None:

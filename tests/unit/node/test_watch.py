@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from corral.domain.limits import LimitModes, Limits
+from corral.linux import nsproc, process
 from corral.linux.guesttree import DiskUse
 from corral.node import watch
 from corral.node.body import Body
@@ -163,3 +166,29 @@ async def test_a_watched_disk_is_full_at_its_limit_not_near_it(place: Path, writ
     one, _ = meter(place, disk_bytes=1 << 20)
     (place / "f").write_bytes(b"x" * written)
     assert (await one.end()).disk_full is full
+
+
+async def test_a_file_without_a_name_counts_as_long_as_a_program_has_it_open(place: Path) -> None:
+    program = """
+import os, sys
+file = os.open("gone", os.O_RDWR | os.O_CREAT)
+os.write(file, bytes(3 << 20))
+os.fsync(file)
+os.unlink("gone")
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", sys.executable, "-I", "-S"]
+    with subprocess.Popen(
+        [*apart, "-c", program], cwd=place.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdin and child.stdout
+        assert child.stdout.readline() == b"ready\n"
+        one, said = meter(place, disk_bytes=2 << 20)
+        (inner,) = nsproc.children(child.pid)
+        cast("Any", one)._body.pid1 = process.ref_of(inner)
+        assert await first_end(one, said) == "disk_watch"
+        measured = await one.end()
+        child.stdin.close()
+    assert measured.disk_full
+    assert measured.usage.disk_bytes is not None and measured.usage.disk_bytes >= 3 << 20
