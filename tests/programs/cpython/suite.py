@@ -1,7 +1,7 @@
 """Runs modules of CPython's test suite, each in a process of its own, and prints TAP: one line per test.
 
-A test that is silent for STALL_S seconds ends its module's process: it is reported, and the module begins again without it. So it
-does without a class of tests in which the suite itself ends before it wrote its results.
+A test that is silent for STALL_S seconds ends its module's process: it is reported, and the module begins again without it, up to HANGS
+times. So it does without a class of tests in which the suite itself ends before it wrote its results.
 """
 
 import concurrent.futures
@@ -19,7 +19,10 @@ USES = "all,-network,-gui,-largefile,-urlfetch,-audio,-tzdata,-cpu"
 STALL_S = float(os.environ.get("STALL_S", "120"))
 MODULE_S = float(os.environ.get("MODULE_S", "900"))
 ATTEMPTS = 12
+HANGS = 3
 BEGUN = re.compile(rb"^(test\w*) \((?:test\.)?([\w.]+)\)", re.MULTILINE)
+ENDED = re.compile(rb"^(test\w*) \((?:test\.)?([\w.]+)\) \.\.\. (ok|FAIL|ERROR|skipped)\b", re.MULTILINE)
+KINDS = {b"ok": ("ok", ""), b"FAIL": ("not ok", ""), b"ERROR": ("not ok", ""), b"skipped": ("ok", " # SKIP")}
 LAST_ERROR = re.compile(rb"^(?:\w+\.)*\w+(?:Error|Exception)\b.*$|uncaught exception", re.MULTILINE)
 
 
@@ -65,6 +68,7 @@ def lines(module: str) -> list[str]:
     """What there is to say of a module."""
     told: list[str] = []
     without: list[str] = []
+    hangs = 0
     for _ in range(ATTEMPTS):
         why, said = watched(module, without)
         crashed = (
@@ -75,11 +79,15 @@ def lines(module: str) -> list[str]:
         begun = [match[2].decode() + ("" if match[2].endswith(match[1]) else f".{match[1].decode()}") for match in BEGUN.finditer(said)]  # fmt: skip
         last = begun[-1] if begun else ""
         told += [f"not ok - {'test.' + last if last else module + ' (as a whole)'}", f"# {why or crashed}"]
-        if not last or why.startswith("module"):
+        hangs += bool(why)
+        if not last or hangs == HANGS or why.startswith("module"):
             break
         without.append(f"*{last}" if why else f"*{last.rpartition('.')[0]}.*")
     if os.path.exists(f"{module}.xml"):
         told += cases(f"{module}.xml")
+    elif told:  # what it said before it was ended
+        results = {match[2].decode(): match[3] for match in ENDED.finditer(said)}
+        told += [f"{KINDS[kind][0]} - test.{name}{KINDS[kind][1]}" for name, kind in results.items()]
     if not told:
         reason = re.findall(rb"^.*(?:skipped|Error|error).*$", said, re.MULTILINE)
         skipped = b"skipped" in said and b"Error" not in said
@@ -105,8 +113,8 @@ def main() -> None:
     with open(os.path.join(HERE, "modules.txt")) as file:
         modules = os.environ.get("MODULES", "").split() or file.read().split()
     with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("WORKERS", "2"))) as pool:
-        for told in pool.map(lines, modules):
-            print(*told, sep="\n", flush=True)
+        for done in concurrent.futures.as_completed([pool.submit(lines, module) for module in modules]):
+            print(*done.result(), sep="\n", flush=True)
 
 
 main()
