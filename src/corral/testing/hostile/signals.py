@@ -71,6 +71,8 @@ while os.getppid() == supervisor and time.monotonic() < end:
 def state():
     try:
         return open(f"/proc/{supervisor}/stat").read().rpartition(")")[2].split()[0]
+    except PermissionError:
+        return "hidden"  # it is there, and shows nothing of itself
     except OSError:
         return "gone"
 answers["supervisor"] = "gone" if os.getppid() != supervisor else state()
