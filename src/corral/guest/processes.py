@@ -24,14 +24,16 @@ _table = "/proc"
 def take_cover(directory: str) -> None:
     """From now on /proc shows nobody more of this process than its number, nor of what calls `cover_self`.
 
-    For a kernel that tells everybody the environment, maps and descriptors of every process. `directory` is made, for root only; there
-    the table is seen whole. The mounts must be the sandbox's own. OSError where it cannot be done.
+    For a kernel that tells everybody the environment, maps and descriptors of every process. `directory` is made, for root only; in
+    it the table is seen whole. The mounts must be the sandbox's own. OSError where it cannot be done.
     """
     global _table
     os.mkdir(directory, 0o700)
-    mount(b"proc", directory)
+    table = f"{directory}/proc"  # a mount on the directory itself would have a mode of its own, open to all
+    os.mkdir(table)
+    mount(b"proc", table)
     mount(b"tmpfs", f"/proc/{os.getpid()}", b"mode=0,size=4k")
-    _table = directory
+    _table = table
 
 
 def cover_self() -> None:
