@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -117,7 +118,7 @@ def on_bare(
     script = [f"mount --bind {root} {work}/root", f"mount --rbind /dev {work}/root/dev", f"mount -t proc proc {work}/root/proc"]  # fmt: skip
     script += [f"mount --bind {work}/{name} {work}/root/{inside}" for name, inside in binds.items()]
     script.append(f"hostname $(cat {work}/root/etc/hostname)")  # the one that the tree's own /etc/hosts knows
-    words = " ".join(f"{name}={value}" for name, value in (ENVIRONMENT | env).items())
+    words = " ".join(f"{name}={shlex.quote(value)}" for name, value in (ENVIRONMENT | env).items())
     inner = f"cd /workspace && exec sh /workspace/{workload}/run.sh"
     script.append(f"env -i {words} {shutil.which('chroot')} --userspec=1000:1000 {work}/root sh -c '{inner}'")
     script.append("exit $?")  # so that this shell stays as PID 1, which collects orphans
