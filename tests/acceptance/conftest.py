@@ -88,10 +88,10 @@ def marked(marker: str) -> list[int]:
         if entry.isdigit() and int(entry) != os.getpid():
             try:
                 line = Path(f"/proc/{entry}/cmdline").read_bytes()
-                state = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
+                state = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[0]
             except OSError:
                 continue
-            if marker.encode() in line and state != "Z":
+            if marker.encode() in line and state != b"Z":
                 found.append(int(entry))
     return found
 
@@ -99,11 +99,31 @@ def marked(marker: str) -> list[int]:
 def living(box: Box, marker: str) -> list[Any]:
     """What the host sees of running programs that have `marker` in their command line and write to `beat` in their workspace.
 
-    With a kernel of its own, a sandbox shows none of its processes; its disk shows what they write, and goes with it.
+    With a kernel of its own, a sandbox shows none of its processes; its disk shows what each of them writes (to `beat.NAME`), and
+    goes with it.
     """
     if box.own_kernel:
-        return [path for path in (box.state / "i").glob("*/m/disk/workspace/beat") if path.stat().st_size]
+        return [path for path in (box.state / "i").glob("*/m/disk/workspace/beat.*") if path.stat().st_size]
     return marked(marker)
+
+
+def workspace(box: Box, instance_id: str) -> Path:
+    """Where the host has the workspace of a live instance."""
+    return box.state / "i" / instance_id.removeprefix("ins_") / "m" / "disk" / "workspace"
+
+
+def of_instance(instance_id: str) -> list[int]:
+    """Host pids in the control groups of an instance, or with its id on their command line: whatever it runs, on whichever kernel."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            groups = Path(f"/proc/{entry}/cgroup").read_text().splitlines()
+            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if instance_id.encode() in words or any(line.endswith(f"/{instance_id}") for line in groups):
+            found.append(int(entry))
+    return found
 
 
 def holding(directory: Path) -> dict[int, str]:
@@ -208,7 +228,7 @@ def user_box(state: Path, shared: Path) -> Box:
 MODES = ("bubblewrap-root", "bubblewrap-user", "crun-root") if os.geteuid() == 0 else ("bubblewrap-user",)
 STRONG = ("runsc-root",) if os.geteuid() == 0 and shutil.which("runsc") else ()
 """Runtimes with a kernel of their own inside: each start takes half a second, so they have the cases of `ON_STRONG` only."""
-ON_STRONG = ("test_k01", "test_k03", "test_k07", "test_k08")
+ON_STRONG = ("test_k01", "test_k03", "test_k07", "test_k08", "test_k17", "test_k19", "test_languages")
 RUNC = ("runc-root",) if os.geteuid() == 0 and shutil.which("runc") else ()
 ON_RUNC = (*ON_STRONG, "test_causes", "test_host_devices")
 """runc is called by the code that calls crun: what only this code, the guest or the file calls decide is shown on crun."""
