@@ -34,10 +34,10 @@ DELAYS: dict[str, float] = {
 BUILT_IN = frozenset({"bubblewrap", "crun", "fake", "runc", "runsc"})
 """Runtimes of this distribution."""
 
-DEFENCES = frozenset(
-    {"unsafe_any_grade", "unsafe_dumpable_guest", "unsafe_no_landlock", "unsafe_no_seccomp", "unsafe_one_uid"}
-)
-"""What may be switched off, one by one: by tests, to show that it is what holds. `unsafe_any_grade` is of the guard, not of a sandbox."""
+DEFENCES = frozenset({"unsafe_no_seccomp", "unsafe_one_uid", "unsafe_dumpable_guest", "unsafe_no_landlock"})
+"""What tests may switch off, one by one, to show that it is what holds."""
+UNSAFE = DEFENCES | {"unsafe_any_grade"}
+"""What CORRAL_UNSAFE may name: the defences of a sandbox, and the guard's demand of a grade."""
 
 
 OCI_GROUPS = ("as they are", "read-only", "without v2")
@@ -74,7 +74,7 @@ class Config:
     oci: tuple[OciProgram, ...] = ()
     """Further programs of the OCI family, each a runtime by its name."""
     unsafe: frozenset[str] = frozenset()
-    """Defences switched off by CORRAL_UNSAFE (tests only): names `unsafe_…`."""
+    """What CORRAL_UNSAFE names, `unsafe_…`: defences switched off (tests only), demands of the guard that are not made."""
     delays: Mapping[str, float] = field(default_factory=lambda: dict(DELAYS))
 
 
@@ -174,14 +174,18 @@ def _oci(given: Any) -> tuple[OciProgram, ...]:
 
 
 def _unsafe(text: str) -> frozenset[str]:
-    """Names, separated by commas. Never quietly: who switches a defence off is told so each time."""
+    """Names, separated by commas. Never quietly: who names one is told so each time."""
     names = frozenset(name.strip() for name in text.split(",") if name.strip())
-    if unknown := sorted(names - DEFENCES):
-        hint = f"known are {', '.join(sorted(DEFENCES))}"
+    if unknown := sorted(names - UNSAFE):
+        hint = f"known are {', '.join(sorted(UNSAFE))}"
         raise CorralError("invalid_value", f"no such defence: {', '.join(unknown)}", hint=hint, field="CORRAL_UNSAFE")
-    if names:
-        off = ", ".join(sorted(names))
+    if off := ", ".join(sorted(names & DEFENCES)):
         print(f"corral: warning: CORRAL_UNSAFE switches defences off, for tests only: {off}", file=sys.stderr)
+    if rest := ", ".join(sorted(names - DEFENCES)):
+        print(
+            f"corral: warning: CORRAL_UNSAFE lets programs run where host or runtime is too weak: {rest}",
+            file=sys.stderr,
+        )
     return names
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import corral
 from corral import config
+from corral.domain import grade
 from corral.errors import CorralError
 
 from .conftest import Lab
@@ -28,6 +29,15 @@ def test_what_is_switched_off_is_told_each_time(tmp_path: Path, capsys: pytest.C
         assert loaded.unsafe == {"unsafe_no_seccomp", "unsafe_no_landlock"}
         told = capsys.readouterr().err
         assert "warning" in told and "unsafe_no_landlock, unsafe_no_seccomp" in told
+
+
+def test_a_demand_of_the_guard_that_is_not_made_is_told_as_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config.load(str(tmp_path), {"CORRAL_UNSAFE": "unsafe_any_grade"})
+    assert made.unsafe == {"unsafe_any_grade"}
+    said = capsys.readouterr().err
+    assert "too weak: unsafe_any_grade" in said and "defences off" not in said
 
 
 def test_a_name_that_is_none_is_refused_and_not_ignored(tmp_path: Path) -> None:
@@ -50,6 +60,7 @@ def test_every_switch_in_the_code_is_a_known_one() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("unsafe_"):
                 found.add(node.value)
     assert found == config.DEFENCES
+    assert {grade.NO_FILTER, grade.ANY_GRADE} < config.UNSAFE and grade.ANY_GRADE not in config.DEFENCES
 
 
 def test_the_journal_of_the_node_names_what_is_off(lab: Lab) -> None:
