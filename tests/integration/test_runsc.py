@@ -441,6 +441,8 @@ async def test_the_original_and_three_forks_of_one_memory_go_on_apart(host: Host
     facts, _ = await host.python(ins, RESIDENT)
     assert facts.exit_code == 0
     before = await asyncio.to_thread(told, host, ins)
+    await host.node.close()
+    await host.open()  # a node that comes later can save it as well as the one that made it
     image = str(tmp_path / "image")
     old = host.fences[ins]
     evidence = await host.node.checkpoint_instance(ins, old, image)

@@ -225,7 +225,7 @@ class RunscRuntime(_adapter.Freezing):
                     os.mkdir(path, 0o700)
                 os.chown(saved, base, base)
                 mounts.bind(saved, point, read_only=False)
-                self._save_memory(ref, place, base)
+                self._save_memory(ref, place)
                 faults.point("runtime.checkpoint.memory")
                 if left := self._stop(ref):
                     raise CorralError("infra_error", f"the sandbox did not stop after its snapshot: {', '.join(left)}")
@@ -242,13 +242,22 @@ class RunscRuntime(_adapter.Freezing):
             except (OSError, subprocess.SubprocessError) as error:
                 raise CorralError("infra_error", f"the snapshot could not be made: {error}") from error
 
-    def _save_memory(self, ref: InstanceRef, place: str, base: int) -> None:
-        command = _runsc.checkpoint_command(
-            self._program(),
-            view=_instance.VIEW,
-            user_namespace=f"/proc/{os.getpid()}/fd/{self._namespaces.of(base)}",
-            instance_id=ref.instance_id,
-        )
+    def _save_memory(self, ref: InstanceRef, place: str) -> None:
+        gofer = ProcessRef.from_json(ref.data["gofer"])
+        # The instance's own user namespace, which it was made in: one of a later process has the same ids and no power over it.
+        namespace = os.open(f"/proc/{gofer.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if not process.is_alive(gofer):  # then that was another's
+                raise CorralError("infra_error", f"{ref.instance_id} has ended")
+            where = f"/proc/{os.getpid()}/fd/{namespace}"
+            command = _runsc.checkpoint_command(
+                self._program(), view=_instance.VIEW, user_namespace=where, instance_id=ref.instance_id
+            )
+            self._run_saving(command, place)
+        finally:
+            os.close(namespace)
+
+    def _run_saving(self, command: list[str], place: str) -> None:
         saving = _instance.in_view(place, None, (), partial(_start, command))
         running = process.ref_of(saving.pid)
         try:
