@@ -123,8 +123,12 @@ def _add(kind: str, path: str, name: str | None, more: Json) -> str:
         )
     from corral import bootstrap, config
 
+    field = "FILE" if kind == "recipe" else f"--from-{kind}"
     if not os.path.exists(path):
-        raise CorralError("usage", f"{path!r} is not there", field="FILE" if kind == "recipe" else f"--from-{kind}")
+        raise CorralError("usage", f"{path!r} is not there", field=field)
+    if kind != "oci" and os.path.isdir(path):
+        hint = "an image layout is taken by --from-oci; pack a root file system with tar first"
+        raise CorralError("usage", f"{path!r} is a directory", field=field, hint=hint)
     return bootstrap.add_template(config.load(), kind, path, name, more)
 
 

@@ -29,6 +29,8 @@ Progress = Callable[[str, float | None], None]
 MAX_DOCUMENT = 4 * 1024 * 1024
 MAX_LAYERS = 512
 MAX_INDEXES = 4
+MAX_IMAGES = 1000
+"""Of a layout, through all of its indexes: with four levels of a thousand each, reading them would not end."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 _INDEXES = frozenset(
     {"application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"}
@@ -89,14 +91,21 @@ class _Image:
         self._recipe = recipe
         self._layout = layout
         self._progress = progress
+        self._descriptors = 0
 
     def unpack(self, tree: Tree) -> Json:
-        with _inside(self._layout, "oci-layout") as (file, _):
-            mark = _parsed(file.read(MAX_DOCUMENT), "oci-layout")
+        try:
+            with _inside(self._layout, "oci-layout") as (file, _):
+                mark = _parsed(file.read(MAX_DOCUMENT), "oci-layout")
+        except FileNotFoundError:
+            raise Refused("this is no OCI layout: it has no file oci-layout") from None
         if str(mark.get("imageLayoutVersion", "")).partition(".")[0] != "1":
             raise Refused("oci-layout: this is no layout of version 1")
-        with _inside(self._layout, "index.json") as (file, _):
-            raw = file.read(MAX_DOCUMENT)
+        try:
+            with _inside(self._layout, "index.json") as (file, _):
+                raw = file.read(MAX_DOCUMENT)
+        except FileNotFoundError:
+            raise Refused("the layout has no index.json") from None
         found = hashlib.sha256(raw).hexdigest()
         if Path(self._recipe.image or "").is_dir() and self._recipe.sha256 not in (None, found):
             raise Refused(f"the SHA-256 of its index.json is {found}, the recipe says {self._recipe.sha256}")
@@ -139,8 +148,11 @@ class _Image:
     def _images(self, index: Json, depth: int) -> Iterator[Json]:
         """Descriptors of manifests; of nested indexes too. The tag on an index holds for what is in it."""
         manifests = index.get("manifests")
-        if depth > MAX_INDEXES or not isinstance(manifests, list) or len(manifests) > 1000:
+        if depth > MAX_INDEXES or not isinstance(manifests, list):
             raise Refused("the index is damaged, or indexes are nested too deeply")
+        self._descriptors += len(manifests)
+        if self._descriptors > MAX_IMAGES:
+            raise Refused(f"its indexes name more than {MAX_IMAGES} images")
         for descriptor in manifests:
             _check_descriptor(descriptor, "index")
             if str(descriptor.get("mediaType")) in _INDEXES:
@@ -332,5 +344,5 @@ def _blamed(recipe: Recipe, what: str) -> Iterator[None]:
         raise CorralError(
             "template_unavailable",
             f"template {recipe.name}: {what}: {error}",
-            hint="nothing of it was kept; mend or re-export it and build again",
+            hint=f"nothing of its content was kept; mend or re-export it and build again, or: corral template rm {recipe.name}",
         ) from None

@@ -396,6 +396,23 @@ def test_the_platform_is_chosen_and_another_one_refused(state: Path) -> None:
     assert "the image is for linux/riscv64" in image_refusal(state / "d", untold)
 
 
+def test_indexes_that_name_more_images_than_anybody_reads_are_refused_before_they_are_read(state: Path) -> None:
+    layout = Layout(state / "image")
+    kind = "application/vnd.oci.image.index.v1+json"
+    nested = layout.blob(b"{}", "application/vnd.oci.image.manifest.v1+json")
+    for _ in range(3):  # 600 references at each level: to follow all of them would take 600 ** 3 documents
+        index = {"schemaVersion": 2, "manifests": [nested] * 600}
+        nested = layout.blob(json.dumps(index).encode(), kind)
+    assert "name more than 1000 images" in image_refusal(state, layout.index(nested))
+
+
+def test_what_is_no_layout_is_told_as_that(state: Path) -> None:
+    layout = Layout(state / "image")
+    assert "has no index.json" in image_refusal(state, layout.place)
+    (layout.place / "oci-layout").unlink()
+    assert "this is no OCI layout" in image_refusal(state, layout.place)
+
+
 def test_of_several_images_one_is_named_by_its_reference(state: Path) -> None:
     layout = Layout(state / "image")
     tag = "org.opencontainers.image.ref.name"
