@@ -331,7 +331,13 @@ def proc_tells_what_tools_ask():
         with open(f"/proc/{name}") as file:
             assert file.read(), name
     assert os.cpu_count() and len(os.sched_getaffinity(0)) >= 1
-    assert subprocess.run(["ps", "aux"], capture_output=True).returncode == 0
+
+
+@test
+def a_process_finds_itself_in_proc():
+    assert os.readlink("/proc/self") == str(os.getpid())
+    shown = subprocess.run(["ps", "-o", "pid=", "-p", str(os.getpid())], capture_output=True, text=True)
+    assert shown.stdout.split() == [str(os.getpid())], shown.stderr
     assert subprocess.run(["df", "/workspace"], capture_output=True).returncode == 0
 
 
