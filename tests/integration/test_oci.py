@@ -13,6 +13,7 @@ import pytest
 
 from corral.adapters.runtimes import _oci, crun, runc
 from corral.domain.limits import MIB, Limits
+from corral.errors import CorralError
 from corral.linux import cgroups
 from corral.node.interpreter import GUEST_ARGV, PYTHON_ARGV, ensure_interpreter
 from corral.testing import attacks
@@ -129,6 +130,36 @@ def test_a_program_with_another_name_is_a_runtime_of_its_own(state: Path) -> Non
             assert os.listdir(state / "node" / "special") == [box.spec.instance_id]
             hostile = (await box.python(attacks.HOSTILE)).json()
             assert "done" not in hostile.values(), hostile
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("member", ["maskedPaths", "readonlyPaths"])
+@pytest.mark.parametrize("name", BOTH)
+def test_an_instance_whose_proc_was_left_open_is_not_made(name: str, member: str, state: Path) -> None:
+    need(name)
+    bench = bench_of(name, state)
+    forgetful = state / f"forgetful-{name}-{member}"
+    forgetful.write_text(
+        "#!/bin/sh\nset -e\nprevious=\n"
+        f'for word; do [ "$previous" != --bundle ] || sed -i s/{member}/forgotten/ "$word/config.json"; previous=$word; done\n'
+        f'exec {shutil.which(name)} "$@"\n'
+    )
+    forgetful.chmod(0o755)
+    module = {"crun": crun, "runc": runc}[name]
+    program = _oci.Program(**{**vars(module.PROGRAM), "command": str(forgetful)})
+
+    async def work() -> None:
+        async with bench.box() as box:
+            assert await box.alive(), "with the program itself it is"
+        bench.runtime = _oci.OciRuntime(name, program, str(state), installation_id=bench.config.installation_id)
+        spec = bench.spec()
+        with pytest.raises(CorralError) as caught:
+            await bench.create(spec)
+        await bench.destroy(bench.runtime.partial_ref(spec.directory, spec.instance_id))
+        shutil.rmtree(spec.directory, ignore_errors=True)
+        what = "/proc/keys" if member == "maskedPaths" else "/proc/sys"
+        assert "left open" in caught.value.detail and what in caught.value.detail
 
     asyncio.run(work())
 

@@ -214,7 +214,20 @@ class OciRuntime(_adapter.Freezing):
         init = process.ref_of(pid)
         if init is None or not process.is_alive(init) or pid not in group.procs():
             raise CorralError("infra_error", f"the guest ended at once: {_instance.said(spec.directory)}")
+        if self._level < 2:  # in a kernel of its own, /proc is that kernel's
+            self._check_view(init)
         return init
+
+    def _check_view(self, init: ProcessRef) -> None:
+        """Ends the making of an instance whose /proc is not shut as it was told: the word of the program is not taken for it."""
+        try:
+            with open(f"/proc/{init.pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+                seen = file.read()
+        except OSError as error:
+            raise CorralError("infra_error", f"the guest ended at once: {error}") from error
+        left = oci.left_open(seen, lambda path: os.path.lexists(f"/proc/{init.pid}/root{path}"))
+        if left:
+            raise CorralError("infra_error", f"{self.name} left open what it was told to shut: {', '.join(left)}")
 
     # -- reading
 
