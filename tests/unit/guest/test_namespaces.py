@@ -68,14 +68,14 @@ async def test_under_cover_execs_see_numbers_and_the_guest_sees_all(
         await guest.run(client, "sh", "-c", "sleep 100 &")
     assert (await client.usage())["processes"] >= 10
     others, covers = await seen(guest)
-    # Who looks and who was left behind are execs like others; their supervisors are seen by nobody.
-    assert "1" not in others and len(others) == 6 and covers >= 7, (others, covers)
+    # Who looks, who was left behind and whoever waits to be the next program are seen like others; their supervisors by nobody.
+    assert "1" not in others and 6 <= len(others) <= 8 and covers >= 7, (others, covers)
     client = await guest.connect()
     assert (await client.kill_all(fence=FENCE))["killed_all"] is True
     assert (await client.usage())["processes"] == 0
     _, covers = await seen(guest)
     assert covers <= 4, "covers go with what they covered"
-    assert os.listdir(tmp_path / "table") == [], "none of it is on the host"
+    assert not any(files for _, _, files in os.walk(tmp_path / "table")), "none of it is on the host"
 
 
 async def test_a_signal_to_everyone_reaches_only_the_own_exec(guest: RunningGuest, client: GuestClient) -> None:
