@@ -59,7 +59,7 @@ def configuration(spec: InstanceSpec, *, view: str, open_files: int, exec_filter
             "terminal": False,
             "user": {"uid": 0, "gid": 0, "umask": 0o022},
             "args": [*spec.guest_argv, *options, "--control-fifo"],
-            "env": [],  # it needs none, and a kernel that shows it to all has nothing to show
+            "env": [],  # it needs none, and a kernel that shows it to all shows one word of its own, HOME=/root
             "cwd": "/",
             "noNewPrivileges": True,
             # A program of uid 0 gets the bounding set there: the guest's one more is none of it.
