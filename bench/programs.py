@@ -122,7 +122,7 @@ def on_bare(
     inner = f"cd /workspace && exec sh /workspace/{workload}/run.sh"
     script.append(f"env -i {words} {shutil.which('chroot')} --userspec=1000:1000 {work}/root sh -c '{inner}'")
     script.append("exit $?")  # so that this shell stays as PID 1, which collects orphans
-    command = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--propagation", "private", "sh", "-c", "\n".join(script)]  # fmt: skip
+    command = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--propagation", "private", "sh", "-ec", "\n".join(script)]  # fmt: skip
     shutil.copytree(work / workload, work / "workspace" / workload, dirs_exist_ok=True, symlinks=True)
     subprocess.run(["chown", "-R", "1000:1000", work / "workspace", work / "home"], check=True)
 

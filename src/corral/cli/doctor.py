@@ -14,7 +14,7 @@ from corral.cli.connection import opened
 @words.json_option
 @click.pass_context
 def command(ctx: click.Context, fresh: bool, security: bool, as_json: bool) -> None:
-    """Say which runtimes work here, how each holds the limits, and what is left over. Exit status 1 if none works."""
+    """Say which runtimes work here, how each holds the limits, and what is left over. Exit status 1 if nothing can be run here."""
     params = {name: True for name, wanted in (("fresh", fresh), ("security", security)) if wanted}
     with opened() as transport:
         report = transport.request("GET", "/v1/doctor", params=params or None)
@@ -30,7 +30,8 @@ def command(ctx: click.Context, fresh: bool, security: bool, as_json: bool) -> N
 def _print(report: words.Json) -> None:
     host = report["host"]
     terminal.put(f"host: cgroup {host['cgroup']}, {host['user']}\n")
-    terminal.put(f"default: {report.get('default') or 'none'}\n\n")
+    default = report.get("default") or f"none ({report.get('default_reason') or 'nothing works here'})"
+    terminal.put(f"default: {default}\n\n")
     columns = ("name", "usable", "security_level", "version", "reason")
     terminal.table(report["runtimes"], columns, empty="no runtimes")
     usable = [r for r in report["runtimes"] if r.get("usable")]

@@ -175,7 +175,7 @@ def _reason(facts: ExecFacts, limits: Limits, modes: LimitModes, cwd: str | None
         full = facts.start_failure.errno == "EAGAIN" and _pids_hit(facts, limits, modes)
         if full and facts.start_failure.what == "platform":
             return "pids_limit", (
-                f"could not be started: limit {limits.pids} pids, taken by what earlier programs left running; have those end, "
+                f"could not be started: limit {limits.pids} pids, taken by other programs of the sandbox, or by what they left running; have those end, "
                 f"or ask for more pids{_watched(modes, 'pids')}"
             )
         return _not_started(facts.start_failure, cwd)

@@ -25,6 +25,7 @@ BUILD_S = 120.0
 ABOUT = ("how", "files", "offline")
 """What each runner says of itself for the page of the reference."""
 
+_EXTENSION = re.compile(r"\.[a-z0-9_+-]+")
 _PLACE = re.compile(r"\{(file|root|out|memory|cpus)(?::([0-9]{1,2})%)?\}")
 
 
@@ -73,6 +74,10 @@ class Runner:
                     raise ValueError(f"runner {language}: {{{name}}} must be a word of its own")
                 if part is not None and name != "memory":
                     raise ValueError(f"runner {language}: only memory has parts, not {place.group()}")
+        extensions = _words(doc, "extensions")
+        for extension in extensions:
+            if _EXTENSION.fullmatch(extension) is None:
+                raise ValueError(f"runner {language}: extension {extension!r} is not like .py, in small letters")
         about = _names(doc, "about")
         if about and set(about) != set(ABOUT):
             raise ValueError(f"runner {language}: about must say {', '.join(ABOUT)}")
@@ -82,7 +87,7 @@ class Runner:
             run=run,
             build=build or None,
             tools=_words(doc, "tools"),
-            extensions=_words(doc, "extensions"),
+            extensions=extensions,
             shebangs=_words(doc, "shebangs"),
             env=env,
             about=about,

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -25,28 +26,31 @@ from corral.ports.runtime import Runtime, RuntimeInfo
 
 PROBE_S = 20.0
 PROBE_VERSION = 1
+AGAIN_S = 10.0
 SLOW_S, SPARED_S = 4.0, 300.0
 """A failure that took longer than the first is not asked for again within the second, unless by name or for a fresh look."""
 
 
 class HostChecks:
-    """What the host's checks saw. Where one that must hold does not, the next process asks again: it may have been mended."""
+    """What the host's checks saw. Where one that must hold does not, who asks `AGAIN_S` later has them made again: it may have been mended."""
 
     def __init__(self, path: str, look: Callable[[], list[Check]]) -> None:
         self._path = path
         self._look = look
         self._seen: list[Check] | None = None
+        self._again_at = math.inf
         self._lock = asyncio.Lock()
 
     async def all(self, *, fresh: bool = False) -> list[Check]:
         """Every check, in their order. Raises `infra_error`."""
         async with self._lock:
-            if fresh or self._seen is None:
-                self._seen = None if fresh else self._load()
-            if self._seen is None:
-                self._seen = await asyncio.to_thread(self._look)
-                self._save(self._seen)
-            return self._seen
+            known = None if fresh or time.monotonic() >= self._again_at else self._seen or self._load()
+            if known is None:
+                known = await asyncio.to_thread(self._look)
+                self._again_at = time.monotonic() + AGAIN_S if _must_failed(known) else math.inf
+                self._save(known)
+            self._seen = known
+            return known
 
     def _key(self) -> str:
         return f"{_host()} {seccomp.version()}"
@@ -61,12 +65,16 @@ class HostChecks:
 
     def _save(self, checks: list[Check]) -> None:
         with contextlib.suppress(OSError):  # then the next process looks for itself
-            if any(check.kind == "must" and check.ok is False for check in checks):
+            if _must_failed(checks):
                 os.unlink(self._path)
                 return
             with open(self._path + ".new", "w", encoding="utf-8") as file:
                 json.dump({"key": self._key(), "checks": [check_dict(check) for check in checks]}, file)
             os.replace(self._path + ".new", self._path)
+
+
+def _must_failed(checks: list[Check]) -> bool:
+    return any(check.kind == "must" and check.ok is False for check in checks)
 
 
 def _host() -> str:
@@ -141,6 +149,8 @@ class Probes:
 
     def _spared(self) -> dict[str, RuntimeInfo]:
         """What lately took long not to work, by the word of another process, which the reason then says."""
+        if self._infos.keys() >= self._runtimes.keys():
+            return {}
         runtimes, slow = self._read()
         lately = time.monotonic() - SPARED_S
         remembered = f"as found within the last {SPARED_S / 60:.0f} minutes; corral doctor --fresh asks again"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-from corral.domain.grade import ANY_GRADE, Check, grade_runtime
+from corral.domain.grade import ANY_GRADE, grade_runtime
 from corral.domain.placement import Needs, PlacementChoice, RuntimeFacts
 from corral.domain.placement import choose as choose_among
 from corral.domain.request import Placement
@@ -24,7 +23,8 @@ async def choose(core: Core, placement: Placement, needs: Needs) -> PlacementCho
                 hint=f"use one of {', '.join(known)}" if known else "no template is installed",
                 field="/template",
             )
-    infos, checks = await asyncio.gather(core.node.runtimes(), _checks(core))
+    # A host that could not be looked at just now is no bad host: its error is one to try again, and nothing runs meanwhile.
+    infos, checks = await asyncio.gather(core.node.runtimes(), core.node.posture())
     facts = []
     for info in infos:
         graded = (info.usable, info.reason, info.security_level, info.capabilities, info.limits, checks, core.unsafe)
@@ -53,11 +53,3 @@ async def seccomp_profile(core: Core, template: str) -> str:
             field="/template",
         )
     return wanted
-
-
-async def _checks(core: Core) -> Sequence[Check]:
-    """What the host is worth; one that cannot be looked at is worth nothing."""
-    try:
-        return await core.node.posture()
-    except CorralError as error:
-        return [Check("checks of the host", "must", False, error.detail, error.hint)]

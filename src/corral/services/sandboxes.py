@@ -99,10 +99,11 @@ class Sandboxes:
                 try:
                     await core.node.put_files(instance_of(view), fence_of(view), files)
                 except CorralError as error:
-                    met = await self.met(error, wanted.sandbox_id)
-                    # Its caller never hears the id: nobody could use it, and nobody would remove it.
-                    core.spawn(self._lifecycle.destroy(wanted.sandbox_id, "failed"), "files refused", last=True)
-                    raise met from error
+                    try:
+                        raise await self.met(error, wanted.sandbox_id) from error
+                    finally:
+                        # Its caller never hears the id: nobody could use it, and nobody would remove it.
+                        core.spawn(self._lifecycle.destroy(wanted.sandbox_id, "failed"), "files refused", last=True)
         return view
 
     async def page(

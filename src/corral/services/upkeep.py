@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from corral.domain.grade import Check
 from corral.domain.limits import LimitModes
 from corral.domain.records import ExecRecord, RunRecord, SandboxView
 from corral.domain.request import Placement
@@ -243,6 +244,13 @@ class Upkeep:
     async def doctor(self, *, fresh: bool = False, security: bool = False) -> Json:
         """The document of `corral doctor`; with `security` host and runtimes are graded."""
         core = self._core
+        checks: list[Check] = []
+        if fresh or security:  # before the default is chosen, which depends on them
+            try:
+                checks = await core.node.posture(fresh=True)
+            except CorralError:
+                if security:
+                    raise
         runtimes = await core.node.runtimes(fresh=fresh)
         default, why = await self.default_runtime()
         more: Json = {
@@ -251,7 +259,7 @@ class Upkeep:
             "bases": await self.templates.bases(),
         }
         if security:
-            more["security"] = self._documents.security(runtimes, await core.node.posture(fresh=True), core.unsafe)
+            more["security"] = self._documents.security(runtimes, checks, core.unsafe)
         return self._documents.doctor(runtimes, default, await core.node.host(), await core.node.leftovers(), more)
 
 

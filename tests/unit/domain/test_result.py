@@ -102,7 +102,7 @@ def test_a_program_that_found_no_process_left_was_not_failed_by_the_platform():
     failure = StartFailure("platform", "EAGAIN", "the exec cannot be made")
     made = verdict(started=False, start_failure=failure, usage=Usage(pids_limit_hits=3))
     assert (made.reason, made.exit_code, made.started) == ("pids_limit", None, False)
-    assert "limit 64 pids, taken by what earlier programs left running" in made.hint
+    assert "limit 64 pids, taken by other programs of the sandbox" in made.hint
     quiet = verdict(started=False, start_failure=failure, usage=Usage(pids_limit_hits=0))
     assert quiet.reason == "infra_error", "the host had none left"
     other = verdict(started=False, start_failure=StartFailure("platform", "EIO", "x"), usage=Usage(pids_limit_hits=3))

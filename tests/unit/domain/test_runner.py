@@ -105,7 +105,7 @@ def test_a_failed_build_reads_differently_from_a_failed_program():
 
 @pytest.mark.parametrize(
     "change",
-    [{"language": "cobol"}, {"language": None}, {"run": []}, {"run": "python3"}, {"run": [1]}, {"file_name": "../x"}, {"file_name": ""},
+    [{"language": "cobol"}, {"language": None}, {"run": []}, {"run": "python3"}, {"run": [1]}, {"file_name": "../x"}, {"file_name": ""}, {"extensions": [".R"]}, {"extensions": ["r"]},
      {"env": {"A": 1}}, {"tools": "x"}, {"compile": ["x"]}, {"run": ["sh", "-c", "cat {file}"]}, {"build": ["cd {root}"]},
      {"env": {"A": "{cpus:10%}"}}, {"about": {"how": "x"}}],
 )  # fmt: skip

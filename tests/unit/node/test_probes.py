@@ -164,6 +164,20 @@ def test_a_host_that_lacks_what_it_must_have_is_looked_at_again(tmp_path: Path) 
     assert look_at_host(tmp_path, seen) == fine
 
 
+async def test_who_lives_long_looks_at_a_broken_host_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine, broken = [Check("filter", "must", True, "works")], [Check("filter", "must", False, "does not")]
+    seen = [broken, broken, fine]
+    checks = HostChecks(str(tmp_path / "checks.json"), lambda: seen.pop(0))
+    assert await checks.all() == broken
+    assert await checks.all() == broken and len(seen) == 2, "not for every request"
+    monkeypatch.setattr("corral.node.probes.AGAIN_S", 0.0)
+    assert await checks.all(fresh=True) == broken
+    assert await checks.all() == fine
+    assert await checks.all() == fine and seen == []
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"key": 1}', '{"checks": [{}]}'])
 def test_a_damaged_answer_about_the_host_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "checks.json").write_text(text)

@@ -46,7 +46,9 @@ async def test_a_host_that_cannot_be_looked_at_runs_nothing(world: Any, monkeypa
 
     monkeypatch.setattr(world.node, "posture", fails)
     reply = await world.call("POST", "/v1/sandboxes", {})
-    assert reply.document["code"] == "isolation_unavailable" and "could not be probed" in reply.document["detail"]
+    assert (reply.document["code"], reply.document["retryable"]) == ("infra_error", True)
+    assert "could not be probed" in reply.document["detail"] and world.node.creates == []
+    assert (await world.call("GET", "/v1/doctor")).document["default"] is None
 
 
 async def test_the_opt_out_runs_it_and_is_logged_with_whose_it_is_and_why(world: Any) -> None:

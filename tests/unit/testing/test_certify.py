@@ -272,6 +272,8 @@ def test_an_adapter_that_cannot_be_opened_is_told_as_unusable_and_the_next_is_tr
         async def open(self) -> None:
             raise RuntimeError("not today")
 
+        async def close(self) -> None: ...
+
     monkeypatch.setattr(certify, "Bench", Unopened)
     settings = dataclasses.replace(config.load(), state_dir=str(tmp_path / "state"))
     told = certify.run_blocking(["crun", "runc"], settings=settings)
@@ -302,11 +304,11 @@ def test_a_name_that_is_no_runtime_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("where", ["opening", "attack"])
+@pytest.mark.parametrize("where", ["opening", "attack", "closing"])
 async def test_an_interrupted_trial_is_closed_and_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    reached, closed = asyncio.Event(), []
+    reached, going_on, closed = asyncio.Event(), asyncio.Event(), []
 
     class Interrupted:
         def __init__(self, *_: object) -> None: ...
@@ -317,8 +319,14 @@ async def test_an_interrupted_trial_is_closed_and_gone(
             return RuntimeInfo("crun", True, None, 1, "1", {}, LimitModes())
 
         async def close(self) -> None:
+            if where == "closing":
+                reached.set()
+                await going_on.wait()
             await asyncio.sleep(0)
             closed.append(self)
+
+    async def nothing(bench: object) -> list[Trial]:
+        return []
 
     async def stay(bench: object) -> list[Trial]:
         reached.set()
@@ -326,11 +334,16 @@ async def test_an_interrupted_trial_is_closed_and_gone(
         return []
 
     monkeypatch.setattr(certify, "Bench", Interrupted)
-    monkeypatch.setattr(certify, "ATTACKS", [Attack("guest", "n", "a", "host", stay)])
+    monkeypatch.setattr(
+        certify, "ATTACKS", [Attack("guest", "n", "a", "host", nothing if where == "closing" else stay)]
+    )
     settings = dataclasses.replace(config.load(), state_dir=str(tmp_path / "state"))
     running = asyncio.create_task(certify.run(["crun"], settings=settings))
     await reached.wait()
-    running.cancel()
+    for _ in range(3):  # whoever is impatient does not shorten it
+        running.cancel()
+        await asyncio.sleep(0)
+    going_on.set()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert len(closed) == 1 and list(tmp_path.iterdir()) == []

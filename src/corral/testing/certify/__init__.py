@@ -169,8 +169,7 @@ async def _certify(
         finally:
             # Also when it is interrupted in the middle of its opening.
             if bench is not None:
-                with contextlib.suppress(Exception):  # the last row tells what that left
-                    await bench.close()
+                await _closed(bench)
         findings += await asyncio.to_thread(residue.after_all, str(state), installation, living)
     finally:
         await asyncio.to_thread(residue.remove, str(state))
@@ -179,6 +178,19 @@ async def _certify(
         *(name, info.version, info.security_level, None, tuple(findings), took),
         tuple(sorted(settings.unsafe - {ANY_GRADE})),
     )
+
+
+async def _closed(bench: Bench) -> None:
+    """Everything of the trial is ended, however often somebody interrupts that; what it left all the same the last row tells."""
+    closing, interrupted = asyncio.ensure_future(bench.close()), False
+    while not closing.done():
+        try:
+            await asyncio.wait([closing])
+        except asyncio.CancelledError:
+            interrupted = True
+    closing.exception()
+    if interrupted:
+        raise asyncio.CancelledError
 
 
 async def _try(attack: Attack, bench: Bench) -> Finding:
