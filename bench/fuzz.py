@@ -37,7 +37,8 @@ def conduct(options: argparse.Namespace) -> int:
     options.dir.mkdir(parents=True, exist_ok=True)
     children = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "bench.fuzz", *_words(options), "--seed", str(options.seed + job)]
+            [sys.executable, "-W", "ignore", "-m", "bench.fuzz", *_words(options), "--seed", str(options.seed + job)],
+            start_new_session=True,  # what a terminal sends reaches them once, through this process
         )
         for job in range(1, options.jobs)
     ]

@@ -199,9 +199,9 @@ class Campaign:
         path.write_text(small.dump(wrong=wrong, seed=self.seed, smallest=True))
 
     def _count(self) -> None:
-        self._counted.write_text(
-            json.dumps({"cases": self.counts, "failures": self.crashes, "lines": len(self._lines.seen)})
-        )
+        aside = self._counted.with_suffix(".new")
+        aside.write_text(json.dumps({"cases": self.counts, "failures": self.crashes, "lines": len(self._lines.seen)}))
+        aside.replace(self._counted)
 
 
 def _hangs(number: int, frame: Any) -> None:

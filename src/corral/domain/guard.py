@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from corral.domain.intent import ResourceIntent
-from corral.domain.limits import KIB, MIB, LimitModes, Limits
+from corral.domain.limits import KIB, MIB, Limits
 from corral.domain.placement import Needs
 from corral.domain.policy import Policy, ResourceClass
 from corral.domain.quantities import format_bytes, format_seconds, shown
@@ -80,12 +80,11 @@ def decide(
     intent: ResourceIntent,
     wishes: ResourceWishes,
     placement: Placement,
-    modes: LimitModes | None = None,
     *,
     ttl_s: float | None = None,
     user: str = "sandbox",
 ) -> GuardDecision:
-    """The decision. `modes` (of a runtime that is already known) are held against the policy's `require_enforced`."""
+    """The decision; which runtime is good enough for it (`needs`) is found by `domain.placement`."""
     base = policy.classes.get(intent.resource_class) or policy.classes[policy.defaults.resource_class]
     limits, notes = _limits(policy, base, wishes)
     template = placement.template or intent.template or policy.defaults.template
@@ -93,7 +92,6 @@ def decide(
     denials = [
         *_over_caps(policy, limits, wishes, ttl_s),
         *_placement(policy, template, placement, user),
-        *_modes(policy, modes),
     ]
     resource_class = base.name
     if _beyond(base, limits):
@@ -271,22 +269,6 @@ def _placement(policy: Policy, template: str, placement: Placement, user: str) -
             )
         )
     return denials
-
-
-def _modes(policy: Policy, modes: LimitModes | None) -> list[_Denial]:
-    if modes is None:
-        return []
-    weak = [name for name, mode in modes.as_dict().items() if name in policy.require_enforced and mode != "enforced"]
-    if not weak:
-        return []
-    return [
-        _Denial(
-            f"the policy demands that {', '.join(weak)} be enforced by the kernel, which this runtime does not do here",
-            "use another runtime; doctor shows how each one holds its limits",
-            {"runtime": None},
-            "isolation.require_enforced",
-        )
-    ]
 
 
 def _number(value: float) -> str:

@@ -6,7 +6,7 @@ import yaml
 
 from corral.domain import guard
 from corral.domain.intent import ResourceIntent
-from corral.domain.limits import LimitModes, Limits
+from corral.domain.limits import Limits
 from corral.domain.plan import PLANNER_VERSION, plan_by_rules
 from corral.domain.policy import SECCOMP_PROFILES, Policy
 from corral.domain.request import ExecRequest, Placement, ResourceWishes, RunRequest, SandboxRequest
@@ -161,13 +161,6 @@ def test_the_shipped_policy_takes_what_the_operator_has_built_and_no_root_in_it(
     assert decide(placement=Placement(template="mine"), policy=SHIPPED).allowed
     made = decide(placement=Placement(template="mine"), policy=SHIPPED, user="root")
     assert (made.verdict, made.rule) == ("deny", "templates.mine.root")
-
-
-def test_a_policy_may_demand_the_kernel():
-    policy = Policy.from_dict(changed("isolation", "require_enforced", value=["memory"]))
-    assert decide(policy=policy, modes=LimitModes(memory="enforced")).allowed
-    made = decide(policy=policy, modes=LimitModes(memory="watched"))
-    assert made.verdict == "deny" and "memory" in made.reason
 
 
 def test_a_planner_cannot_ask_for_what_the_policy_does_not_know():
