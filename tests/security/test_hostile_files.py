@@ -50,6 +50,8 @@ class Guest:
 
     def drop_base(self) -> None: ...
 
+    def check_free(self) -> None: ...
+
     def spawn(self, work: Any) -> None:
         asyncio.get_running_loop().create_task(work)
 
