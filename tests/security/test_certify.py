@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -127,3 +128,35 @@ def test_a_trial_that_is_stopped_leaves_nothing_wherever_it_was(
     while (left := traces(state)) and time.monotonic() < end:
         time.sleep(0.1)
     assert left == []
+
+
+def test_what_a_killed_trial_left_goes_with_the_next_one_and_a_living_one_stays(tmp_path: Path) -> None:
+    state = place_of(tmp_path)
+    program = "from corral.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "certify", "--runtime", "bubblewrap", "--json"]
+    alive = state / "corral-certify-alive"
+    alive.mkdir()
+    with (
+        open(alive / "trial.json", "w") as mark,
+        subprocess.Popen(command, cwd="/", env=environment(state), stdout=subprocess.PIPE) as trial,
+    ):
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        end = time.monotonic() + 120
+        while not list(state.glob("corral-certify-*/i/*")):
+            assert trial.poll() is None and time.monotonic() < end, "the trial did not come so far"
+            time.sleep(0.01)
+        trial.kill()
+        trial.communicate(timeout=120)
+        left = [path for path in state.glob("corral-certify-*") if path != alive]
+        assert len(left) == 1, "control: it leaves something"
+        done = subprocess.run(
+            [*command, "--only", TOLD], cwd="/", env=environment(state), capture_output=True, timeout=300
+        )
+        assert done.returncode in (0, 1), done.stderr[-2000:]
+        assert [path.name for path in state.glob("corral-certify-*")] == [alive.name]
+    alive.joinpath("trial.json").unlink()
+    alive.rmdir()
+    end = time.monotonic() + 30
+    while (told := traces(state)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert told == []

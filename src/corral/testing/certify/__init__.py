@@ -17,7 +17,6 @@ import os
 import platform
 import secrets
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,7 +29,7 @@ from corral.domain.grade import ANY_GRADE
 from corral.errors import CorralError
 from corral.ports.node import Node
 from corral.ports.runtime import Runtime
-from corral.testing.certify import captured, files, guest, kernel, limits, network, residue  # noqa: F401  # they register
+from corral.testing.certify import captured, files, guest, kernel, limits, network, place, residue  # noqa: F401  # they register
 from corral.testing.certify.bench import Bench
 from corral.testing.certify.register import ATTACKS, GROUPS, Attack
 from corral.testing.certify.verdict import Finding, Report, RuntimeReport, broken, find
@@ -58,11 +57,12 @@ async def run(
     attacks = _chosen(only)
     names = list(dict.fromkeys(runtimes)) or _configured(settings)
     reports = []
-    for place, name in enumerate(names):
+    await place.clear_dead(settings)
+    for number, name in enumerate(names):
 
-        def tell(sentence: str, fraction: float, name: str = name, place: int = place) -> None:
+        def tell(sentence: str, fraction: float, name: str = name, number: int = number) -> None:
             if progress is not None:
-                progress(f"{name}: {sentence}", (place + fraction) / len(names))
+                progress(f"{name}: {sentence}", (number + fraction) / len(names))
 
         reports.append(await _certify(name, attacks, settings, tell))
     host, versions = await asyncio.to_thread(_host), _versions(reports)
@@ -137,8 +137,18 @@ async def _certify(
     name: str, attacks: Sequence[Attack], settings: config.Config, tell: Callable[[str, float], None]
 ) -> RuntimeReport:
     began = time.monotonic()
-    state = _place(settings.state_dir)
-    installation = f"cert{secrets.token_hex(6)}"
+    with place.make(settings.state_dir, name, f"cert{secrets.token_hex(6)}") as at:
+        return await _certify_in(at, attacks, settings, tell, began)
+
+
+async def _certify_in(
+    at: place.Place,
+    attacks: Sequence[Attack],
+    settings: config.Config,
+    tell: Callable[[str, float], None],
+    began: float,
+) -> RuntimeReport:
+    name, state, installation = at.runtime, at.path, at.installation
     trial = dataclasses.replace(settings, state_dir=str(state), runtimes=(name,))
 
     def compose(base: Path, around: Callable[[Runtime], Runtime]) -> Node:
@@ -161,8 +171,8 @@ async def _certify(
                 return RuntimeReport(name, None, 0, _words(error))
             if not info.usable:
                 return RuntimeReport(name, info.version, info.security_level, info.reason or "it does not work here")
-            for place, attack in enumerate(attacks):
-                tell(f"{attack.group}: {attack.name}", place / max(1, len(attacks)))
+            for count, attack in enumerate(attacks):
+                tell(f"{attack.group}: {attack.name}", count / max(1, len(attacks)))
                 findings.append(await _try(attack, bench))
             with contextlib.suppress(Exception):  # then the last row has no control, and says so
                 living = await residue.while_living(bench)
@@ -214,20 +224,6 @@ async def _try(attack: Attack, bench: Bench) -> Finding:
 
 def _words(error: Exception) -> str:
     return f"{error.code}: {error.detail}" if isinstance(error, CorralError) else f"{type(error).__name__}: {error}"
-
-
-def _place(state_dir: str) -> Path:
-    """A directory beside the state directory, so on the same file system with the same mount options; else a temporary one."""
-    for parent in (os.path.dirname(os.path.abspath(state_dir)), None):
-        try:
-            made = Path(tempfile.mkdtemp(prefix="corral-certify-", dir=parent))
-        except OSError:
-            continue
-        made.chmod(0o711)
-        return made
-    raise CorralError(
-        "infra_error", "there is no directory for the trial", hint="set CORRAL_STATE_DIR", retryable=False
-    )
 
 
 def _host() -> dict[str, Any]:
