@@ -233,8 +233,8 @@ class MemorySnapshots(ABC):
             self._note_save(instance_id, {"into": save.into, "made": not os.path.lexists(save.into)})
             begin(save.into, instance_id)
             faults.point("node.checkpoint.begun")
-            save.asked = True
-            await _quiesce(body, save.fence)
+            save.quieting = asyncio.ensure_future(_quiesce(body, save.fence))
+            await asyncio.shield(save.quieting)
             faults.point("node.checkpoint.quiet")
             self._still(body)
             body.leaving = True
@@ -278,11 +278,11 @@ class MemorySnapshots(ABC):
                 await self._forget_save(instance_id)
             elif body.destroying is not None:
                 await self.destroy(instance_id, "snapshot")
-            elif body.leaving:
+            elif body.gone.is_set() and not body.leaving:
+                await self._forget_save(instance_id)  # it ended by itself, and whoever has it hears of that
+            else:
                 await self.destroy(instance_id, "snapshot")  # with it what there is of the snapshot
                 self._lost.put_nowait(instance_id)
-            else:
-                await self._forget_save(instance_id)  # it ended by itself, and whoever has it hears of that
         finally:
             body.saving = body.leaving = False
 
@@ -291,24 +291,38 @@ class MemorySnapshots(ABC):
         body = save.body
         if body.destroying is not None or body.gone.is_set():
             return False
-        if not save.asked:
+        if save.quieting is None:
             return True
+        # A guest that writes its files out hears nothing until that is done; how long it may take the call itself knows.
+        await asyncio.wait({save.quieting})
         try:
             async with asyncio.timeout(WAKE_S):
                 if await body.runtime.attach(body.ref) is None:
                     return False
-                await self._wake(body)
+                await self._wake(body, save.fence)
         except (CorralError, OSError, TimeoutError):
             return False
         return body.destroying is None and not body.gone.is_set()
 
-    async def _wake(self, body: Body) -> None:
-        """End the quiet of a guest whose memory was not saved: it is who it was."""
-        sandbox_id = self._journal.instances[body.instance_id].data["sandbox_id"]
-        client = await body.client()
-        await client.identify(
-            sandbox_id, body.floor, now=time.time(), entropy=os.urandom(32), instance_id=body.instance_id
-        )
+    async def _wake(self, body: Body, fence: Fence = Fence(0, 0)) -> None:
+        """End the quiet of a guest whose memory was not saved: it is who it was. `fence` is the last that it may have heard of."""
+        instance_id = body.instance_id
+        sandbox_id = self._journal.instances[instance_id].data["sandbox_id"]
+        for last in (False, True):
+            client = await body.client()
+            # Every call may have raised the guest's floor above ours: with less it does not listen.
+            floor = max(body.floor, client.hello.floor, fence)
+            if floor > body.floor:
+                self._journal.set_instance(instance_id, floor=floor)
+            try:
+                await client.identify(
+                    sandbox_id, floor, now=time.time(), entropy=os.urandom(32), instance_id=instance_id
+                )
+                return
+            except CorralError as error:
+                if last or error.code != "lease_lost":
+                    raise
+            await client.close()  # a new connection begins with the floor of now
 
     async def _forget_save(self, instance_id: str) -> None:
         """No snapshot is being made of it any more: what there was of one goes."""
@@ -331,8 +345,8 @@ class _Save:
     body: Body
     fence: Fence
     into: str
-    asked: bool = False
-    """The guest was asked to be quiet."""
+    quieting: asyncio.Future[None] | None = None
+    """The guest's being quiet, from when it was asked."""
     writing: asyncio.Future[None] | None = None
 
 

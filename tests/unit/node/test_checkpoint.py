@@ -80,10 +80,10 @@ async def refused(call: Any, code: str, *, retryable: bool | None = None) -> Cor
     return caught.value
 
 
-async def goes_on(bench: Bench, instance: str) -> None:
-    facts, out, _ = await bench.run(instance, "echo", "on")
+async def goes_on(bench: Bench, instance: str, fence: Fence = FENCE) -> None:
+    facts, out, _ = await bench.run(instance, "echo", "on", fence=fence)
     assert (facts.exit_code, out) == (0, b"on\n")
-    await bench.node.extend_deadline(instance, FENCE, 300.0)
+    await bench.node.extend_deadline(instance, fence, 300.0)
     assert bench.node._journal.instances[instance].state == "live"
     assert "saving" not in bench.node._journal.instances[instance].data
 
@@ -162,28 +162,91 @@ async def test_a_snapshot_that_cannot_be_kept_leaves_neither_file_nor_instance(
     assert await asyncio.wait_for(saving.node.lost(), 30) == instance
 
 
-async def test_who_goes_away_before_the_memory_is_written_leaves_an_instance_that_goes_on(
+async def test_who_goes_away_while_the_guest_writes_its_files_out_leaves_an_instance_that_goes_on(
     saving: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It hears nothing until that is done, which may take longer than any other answer."""
     instance = await saving.create()
     client = await saving.node._bodies[instance].client()
-    asked, quiesce = asyncio.Event(), client.quiesce
+    asked, synced = asyncio.Event(), asyncio.Event()
+    quiesce, identify = client.quiesce, client.identify
 
     async def slow(fence: Fence) -> dict[str, int]:
         answer = await quiesce(fence)
         asked.set()
-        await asyncio.Event().wait()
+        await synced.wait()
         return answer
 
+    async def deaf(*values: Any, **more: Any) -> float | None:
+        if not synced.is_set():
+            raise CorralError("guest_lost", "the guest did not answer identify in time")
+        return await identify(*values, **more)
+
     monkeypatch.setattr(client, "quiesce", slow)
+    monkeypatch.setattr(client, "identify", deaf)
     image = tmp_path / "image"
     call = asyncio.create_task(saving.node.checkpoint_instance(instance, FENCE, str(image)))
     await asked.wait()
     call.cancel()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    synced.set()
     with pytest.raises(asyncio.CancelledError):
         await call
     assert not image.exists()
     await goes_on(saving, instance)
+
+
+@pytest.mark.parametrize("heard", ["with the snapshot", "before", "by who connected last"])
+async def test_a_guest_that_heard_of_a_newer_lease_goes_on_with_that(saving: Bench, tmp_path: Path, heard: str) -> None:
+    instance = await saving.create()
+    newer = Fence(1, 7)
+    if heard != "with the snapshot":
+        await saving.node.extend_deadline(instance, newer, 300.0)
+    if heard == "by who connected last":
+        await saving.restart()
+        saving.node._journal.set_instance(instance, floor=FENCE)
+    with broken_at("node.checkpoint.quiet", OSError("broken")), pytest.raises(OSError):
+        await saving.node.checkpoint_instance(instance, newer, str(tmp_path / "image"))
+    await goes_on(saving, instance, newer)
+    assert saving.node._bodies[instance].floor == newer
+    await refused(saving.node.extend_deadline(instance, FENCE, 300.0), "lease_lost")
+
+
+async def test_a_snapshot_by_an_older_lease_than_the_guest_knows_of_changes_nothing(
+    saving: Bench, tmp_path: Path
+) -> None:
+    instance = await saving.create()
+    newer = Fence(1, 7)
+    await saving.node.extend_deadline(instance, newer, 300.0)
+    await refused(saving.node.checkpoint_instance(instance, FENCE, str(tmp_path / "image")), "lease_lost")
+    assert not (tmp_path / "image").exists()
+    await goes_on(saving, instance, newer)
+
+
+async def test_a_node_that_comes_later_wakes_a_guest_that_heard_of_a_newer_lease(saving: Bench) -> None:
+    instance = await saving.create()
+    await (await saving.node._bodies[instance].client()).quiesce(Fence(1, 7))
+    await saving.restart()
+    await goes_on(saving, instance, Fence(1, 7))
+
+
+async def test_a_guest_that_does_not_wake_is_ended_and_told_as_lost(
+    saving: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = await saving.create()
+    client = await saving.node._bodies[instance].client()
+
+    async def deaf(*_: Any, **__: Any) -> float | None:
+        raise CorralError("infra_error", "no answer")
+
+    monkeypatch.setattr(client, "identify", deaf)
+    image = tmp_path / "image"
+    with broken_at("node.checkpoint.quiet", OSError("broken")), pytest.raises(OSError):
+        await saving.node.checkpoint_instance(instance, FENCE, str(image))
+    assert not image.exists()
+    assert await saving.node.instances() == []
+    assert await asyncio.wait_for(saving.node.lost(), 30) == instance
 
 
 async def test_who_goes_away_while_the_memory_is_written_leaves_a_whole_snapshot(saving: Bench, tmp_path: Path) -> None:
