@@ -273,22 +273,22 @@ class MemorySnapshots(ABC):
                 await asyncio.wait({save.writing})
             if await self._goes_on(save):
                 body.drop_base()
-                if body.leaving:
-                    self._journal.set_instance(instance_id, state="live")
                 await self._forget_save(instance_id)
             elif body.destroying is not None:
                 await self.destroy(instance_id, "snapshot")
             elif body.gone.is_set() and not body.leaving:
                 await self._forget_save(instance_id)  # it ended by itself, and whoever has it hears of that
             else:
-                await self.destroy(instance_id, "snapshot")  # with it what there is of the snapshot
-                self._lost.put_nowait(instance_id)
+                try:
+                    await self.destroy(instance_id, "snapshot")  # with it what there is of the snapshot
+                finally:
+                    self._lost.put_nowait(instance_id)
         finally:
             body.saving = body.leaving = False
 
     async def _goes_on(self, save: _Save) -> bool:
         """Whether it is still of use; it serves again then."""
-        body = save.body
+        body, instance_id = save.body, save.body.instance_id
         if body.destroying is not None or body.gone.is_set():
             return False
         if save.quieting is None:
@@ -300,9 +300,14 @@ class MemorySnapshots(ABC):
                 if await body.runtime.attach(body.ref) is None:
                     return False
                 await self._wake(body, save.fence)
+            if body.destroying is not None or body.gone.is_set():
+                return False
+            if body.leaving:
+                self._journal.set_instance(instance_id, state="live")
         except (CorralError, OSError, TimeoutError):
             return False
-        return body.destroying is None and not body.gone.is_set()
+        body.leaving = False  # from here on its end is news again
+        return True
 
     async def _wake(self, body: Body, fence: Fence = Fence(0, 0)) -> None:
         """End the quiet of a guest whose memory was not saved: it is who it was. `fence` is the last that it may have heard of."""
@@ -329,7 +334,8 @@ class MemorySnapshots(ABC):
         entry = self._journal.instances.get(instance_id)
         if entry is None or (save := entry.data.get("saving")) is None:
             return
-        if not await asyncio.to_thread(discard_half, instance_id, save["into"], save["made"]):
+        left = await asyncio.to_thread(discard_half, instance_id, save["into"], save["made"])
+        if not left and instance_id in self._journal.instances:
             self._note_save(instance_id, None)
 
     async def _await_saves(self) -> None:

@@ -20,7 +20,7 @@ from corral.domain.limits import Limits
 from corral.errors import CorralError
 from corral.node import snapshots
 from corral.ports.node import CreateInstance
-from corral.ports.runtime import InstanceRef, Runtime
+from corral.ports.runtime import Evidence, InstanceRef, Runtime
 
 BEFORE_WRITING = ("node.checkpoint.begun", "node.checkpoint.quiet", "node.checkpoint.condemned")
 WRITTEN = ("node.checkpoint.files", "node.checkpoint.synced")
@@ -35,6 +35,7 @@ class Holding(FakeRuntime):
         self.go.set()
         self.failure: BaseException | None = None
         self.ends = False
+        self.indestructible = False
 
     async def checkpoint(self, ref: InstanceRef, into: str) -> None:
         Path(into, "memory.part").touch()
@@ -46,6 +47,11 @@ class Holding(FakeRuntime):
             raise self.failure
         os.unlink(Path(into, "memory.part"))
         await super().checkpoint(ref, into)
+
+    async def destroy(self, ref: InstanceRef) -> Evidence:
+        if self.indestructible:
+            raise CorralError("infra_error", "it could not be removed")
+        return await super().destroy(ref)
 
 
 @pytest.fixture
@@ -247,6 +253,50 @@ async def test_a_guest_that_does_not_wake_is_ended_and_told_as_lost(
     assert not image.exists()
     assert await saving.node.instances() == []
     assert await asyncio.wait_for(saving.node.lost(), 30) == instance
+
+
+@pytest.mark.parametrize("end", ["it ends", "it is destroyed"])
+async def test_an_end_while_what_failed_is_being_removed_is_told(
+    saving: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    instance = await saving.create()
+    body, loop, discard = saving.node._bodies[instance], asyncio.get_running_loop(), snapshots.discard_half
+
+    async def come_to_an_end() -> None:
+        if end == "it is destroyed":
+            monkeypatch.setattr(snapshots, "discard_half", discard)
+            assert (await saving.node.destroy(instance, "sandbox_deleted")).clean
+            return
+        await saving.runtime.kill(body.ref)
+        assert body._watcher is not None
+        await asyncio.wait({body._watcher})
+
+    def removed_meanwhile(*values: Any) -> list[str]:
+        asyncio.run_coroutine_threadsafe(come_to_an_end(), loop).result(60)
+        return discard(*values)
+
+    monkeypatch.setattr(snapshots, "discard_half", removed_meanwhile)
+    holding(saving).failure = CorralError("infra_error", "broken")
+    await refused(saving.node.checkpoint_instance(instance, FENCE, str(tmp_path / "image")), "infra_error")
+    assert not (tmp_path / "image").exists()
+    if end == "it ends":
+        assert await asyncio.wait_for(saving.node.lost(), 30) == instance
+        assert "saving" not in saving.node._journal.instances[instance].data
+    else:
+        assert await saving.node.instances() == []
+
+
+async def test_an_instance_that_cannot_be_removed_after_its_snapshot_failed_is_told_as_lost(
+    saving: Bench, tmp_path: Path
+) -> None:
+    instance = await saving.create()
+    runtime = holding(saving)
+    runtime.failure, runtime.ends, runtime.indestructible = CorralError("infra_error", "broken"), True, True
+    await refused(saving.node.checkpoint_instance(instance, FENCE, str(tmp_path / "image")), "infra_error")
+    assert await asyncio.wait_for(saving.node.lost(), 30) == instance
+    runtime.indestructible = False
+    assert (await saving.node.destroy(instance, "sandbox_deleted")).clean
+    assert not (tmp_path / "image").exists()
 
 
 async def test_who_goes_away_while_the_memory_is_written_leaves_a_whole_snapshot(saving: Bench, tmp_path: Path) -> None:
