@@ -188,9 +188,9 @@ def applicable(facts, modes):
     found = []
     if facts.ended_by in ("cancelled", "sandbox_deleted", "lease_lost", "timeout", "circuit_breaker", "output_limit"):
         found.append(facts.ended_by)
-    if failed and (facts.ended_by == "memory_watch" or facts.usage.oom_kills):
+    if failed and (facts.ended_by in ("memory_watch", "memory_unseen") or facts.usage.oom_kills):
         found.append("oom")
-    if failed and (facts.ended_by == "disk_watch" or facts.disk_full or facts.tmp_full):
+    if failed and (facts.ended_by in ("disk_watch", "disk_unseen") or facts.disk_full or facts.tmp_full):
         found.append("disk_full")
     if failed and (facts.ended_by == "inodes_watch" or facts.inodes_full):
         found.append("inodes")

@@ -19,8 +19,10 @@ EndedBy = Literal[
     "pids_watch",
     "disk_watch",
     "inodes_watch",
+    "memory_unseen",
+    "disk_unseen",
 ]
-"""Why *we* ended the exec, when we did."""
+"""Why *we* ended the exec, when we did. `..._unseen`: a watched limit could not be watched any more."""
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def _reason(facts: ExecFacts, limits: Limits, modes: LimitModes, cwd: str | None
     known = facts.exit_code is not None or facts.signal is not None
     failed = facts.exit_code != 0
     oom_kills = usage.oom_kills or 0
-    if failed and (facts.ended_by == "memory_watch" or oom_kills > 0):
+    if failed and (facts.ended_by in ("memory_watch", "memory_unseen") or oom_kills > 0):
         return "oom", _oom_hint(facts, limits, modes)
     if (facts.sandbox_lost or facts.guest_lost) and not known and facts.ended_by is None:
         return (
@@ -198,6 +198,8 @@ def _reason(facts: ExecFacts, limits: Limits, modes: LimitModes, cwd: str | None
         )
     if failed and facts.tmp_full:
         return "disk_full", f"/tmp is full ({format_bytes(limits.tmp_bytes)}); write to /workspace, or ask for more tmp"  # noqa: S108
+    if failed and facts.ended_by == "disk_unseen":
+        return "disk_full", _unseen(format_bytes(limits.disk_bytes), "disk")
     if failed and (facts.disk_full or facts.ended_by == "disk_watch"):
         size = format_bytes(limits.disk_bytes)
         verb = "killed: exceeded" if facts.ended_by == "disk_watch" else "the disk is full: limit"
@@ -291,8 +293,17 @@ def _watched(modes: LimitModes, name: str) -> str:
     return f" (this limit is watched, not enforced{': ' + more if more else ''})"
 
 
+def _unseen(size: str, what: str) -> str:
+    return (
+        f"killed: more files are open in the sandbox than can be looked at, so its {what} cannot be seen to stay within {size}; "
+        "open fewer files, in fewer processes (this limit is watched, not enforced)"
+    )
+
+
 def _oom_hint(facts: ExecFacts, limits: Limits, modes: LimitModes) -> str:
     size = format_bytes(limits.memory_bytes)
+    if facts.ended_by == "memory_unseen":
+        return _unseen(size, "memory")
     advice = f"reduce memory or ask for a larger class{_watched(modes, 'memory')}"
     if (facts.sandbox_lost or facts.guest_lost) and facts.exit_code is None and facts.signal is None:
         return f"killed: exceeded {size}, and the whole sandbox ended with it; {advice}"

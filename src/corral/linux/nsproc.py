@@ -7,10 +7,12 @@ complete. Works for root and for the user who owns the sandbox's user namespace,
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
+import platform
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from corral.linux.process import ProcessRef, ref_of, start_time
@@ -18,21 +20,40 @@ from corral.linux.process import ProcessRef, ref_of, start_time
 _NS_GET_PARENT = 0xB702
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_MOST_LOOKED_AT = 20_000
-"""Open files of one sandbox that one look takes in: looking must not be what a program can make dear."""
+MOST_OPEN = 40_000
+"""Open files of one sandbox that one look takes in: looking must not be what a program can make dear. A look that meets more says so."""
+_MAPPINGS_BYTES = 16 << 20
+"""Of lists of mappings that one look reads: about twenty thousand of them. What is not read is not taken off, so nothing hides there."""
+_KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
+_KCMP_FILES = 2
+_ENDED = (b"Z", b"X")
+_libc = ctypes.CDLL(None, use_errno=True)
+File = tuple[int, int]
+"""Device and inode."""
 
 
 @dataclass(frozen=True)
 class Totals:
     """Sums over all live processes of a sandbox at one moment.
 
-    `memory_bytes` is RSS, or PSS where it was asked for, and the memory files (`memfd_create`) that are open: those need not be mapped.
-    RSS counts what is shared more than once, so it is never too small; PSS is never too large.
+    `memory_bytes` is RSS, or PSS where RSS is large, and the memory files (`memfd_create`) that are open: those need not be mapped.
+    RSS counts what is shared more than once, so it is never too small; PSS is never too large. Without `whole` not every open file
+    could be looked at, and `memory_bytes` is a lower bound.
     """
 
     count: int
     memory_bytes: int
     cpu_seconds: float
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Nameless:
+    """Files without a name that processes keep by having them open. Without `whole` there may be more."""
+
+    bytes: int = 0
+    count: int = 0
+    whole: bool = True
 
 
 def pid_namespace(pid: int) -> int | None:
@@ -62,37 +83,50 @@ def members(namespace: int) -> list[int]:
             continue
         if inode not in verdicts:
             verdicts[inode] = _nested(pid, namespace)
-        if verdicts[inode] and _runs(pid):
+        if verdicts[inode] and runs(pid):
             found.append(pid)
     return found
 
 
-def totals(pids: list[int], *, pss: bool = False) -> Totals:
-    """Memory, CPU time and number of these processes. CPU time includes what their ended and awaited children used."""
-    count = memory = ticks = mapped = 0
+def totals(pids: list[int], *, pss_above: int | None = None) -> Totals:
+    """Memory, CPU time and number of these processes. CPU time includes what their ended and awaited children used.
+
+    RSS, which is cheap to read, unless it is more than `pss_above`: then PSS.
+    """
+    count = rss = ticks = 0
+    places = []
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
+            place = f"/proc/{pid}"
+            fields = _stat(place)
+            if fields[0] == b"Z" and (threads := _threads(pid)):
+                # Its first thread has ended, and shows no memory: that is another's to tell.
+                place = f"/proc/{pid}/task/{threads[0]}"
+                fields[21] = _stat(place)[21]
         except OSError:
             continue
         count += 1
+        places.append(place)
         ticks += sum(int(field) for field in fields[11:15])
-        shared_out = _pss(pid) if pss else None
-        memory += int(fields[21]) * _PAGE if shared_out is None else shared_out[0]
-        mapped += 0 if shared_out is None else shared_out[1]
-    return Totals(count, memory + max(0, _memory_files(pids) - mapped), ticks / _TICKS)
+        rss += int(fields[21]) * _PAGE
+    files, whole = _memory_files(pids)
+    memory = rss + sum(files.values())
+    if pss_above is not None and memory > pss_above:
+        memory = _proportional(places, files)
+    return Totals(count, memory, ticks / _TICKS, whole)
 
 
-def unlinked(pids: list[int], device: int) -> tuple[int, int]:
-    """(bytes, number) of the files of a device that have no name any more and are kept by these processes, which have them open."""
+def unlinked(pids: list[int], device: int) -> Nameless:
+    """The files of a device that have no name any more and are kept by these processes, which have them open."""
     sizes: dict[int, int] = {}
-    for path in _open_files(pids):
-        with contextlib.suppress(OSError):
-            info = os.stat(path)
-            if info.st_nlink == 0 and info.st_dev == device and stat.S_ISREG(info.st_mode):
-                sizes[info.st_ino] = info.st_blocks * 512
-    return sum(sizes.values()), len(sizes)
+
+    def look(name: str, table: int) -> None:
+        info = os.stat(name, dir_fd=table)
+        if info.st_nlink == 0 and info.st_dev == device and stat.S_ISREG(info.st_mode):
+            sizes[info.st_ino] = info.st_blocks * 512
+
+    whole = _look_at_open_files(pids, look)
+    return Nameless(sum(sizes.values()), len(sizes), whole)
 
 
 def with_arguments(marker: tuple[str, ...]) -> list[ProcessRef]:
@@ -112,27 +146,16 @@ def with_arguments(marker: tuple[str, ...]) -> list[ProcessRef]:
     return found
 
 
-def children(pid: int) -> list[int]:
-    """Pids whose parent is this process, of any of its threads."""
-    found = []
-    for candidate in _pids():
-        parents = _status(candidate, b"PPid")
-        if parents == [pid]:
-            found.append(candidate)
-    return found
-
-
 def in_session(leader: int) -> list[ProcessRef]:
     """Every live process of the session that `leader` began, itself included."""
     found = []
     for pid in _pids():
         ref = ref_of(pid)
         try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
+            fields = _stat(f"/proc/{pid}")
         except OSError:
             continue
-        if ref is not None and int(fields[3]) == leader and fields[0] not in (b"Z", b"X"):
+        if ref is not None and int(fields[3]) == leader and runs(pid):
             found.append(ref)
     return found
 
@@ -151,13 +174,31 @@ def _status(pid: int, key: bytes) -> list[int] | None:
     return [int(word) for word in rest.split(b"\n", 1)[0].split()] if found else None
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether any thread of the process still does: the first one may end before the others, and then shows as a zombie."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[:1]
+        return _stat(f"/proc/{pid}")[0] not in _ENDED or bool(_threads(pid))
     except OSError:
         return False
-    return state not in ([b"Z"], [b"X"], [])
+
+
+def _threads(pid: int) -> list[str]:
+    """Threads of the process that have not ended. OSError when it is gone."""
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            if _stat(f"/proc/{pid}/task/{thread}")[0] not in _ENDED:
+                found.append(thread)
+    return found
+
+
+def _stat(place: str) -> list[bytes]:
+    """What the kernel tells of a process or thread, from its state on. OSError when it is gone."""
+    with open(f"{place}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    if not fields:
+        raise ProcessLookupError
+    return fields
 
 
 def _nested(pid: int, ancestor: int) -> bool:
@@ -182,34 +223,127 @@ def _nested(pid: int, ancestor: int) -> bool:
         os.close(fd)
 
 
-def _pss(pid: int) -> tuple[int, int] | None:
-    """(PSS, how much of it is shared memory, which files may be behind)"""
-    found = {}
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+def _proportional(places: Iterable[str], files: dict[File, int]) -> int:
+    """PSS of the processes, and of the memory files what that does not hold yet."""
+    memory, mapped, to_read = 0, dict.fromkeys(files, 0), _MAPPINGS_BYTES
+    for place in places:
+        shared_out = _pss(place)
+        memory += _rss(place) if shared_out is None else shared_out
+        if files and shared_out is not None:
+            to_read -= _add_mapped(place, mapped, to_read)
+    return memory + sum(max(0, size - mapped[file]) for file, size in files.items())
+
+
+def _pss(place: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError), open(f"{place}/smaps_rollup", "rb") as file:
         for line in file:
-            name, _, rest = line.partition(b":")
-            if name in (b"Pss", b"Pss_Shmem"):
-                found[name] = int(rest.split()[0]) * 1024
-    return (found[b"Pss"], found.get(b"Pss_Shmem", 0)) if b"Pss" in found else None
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
-def _memory_files(pids: list[int]) -> int:
-    """Bytes of all memory files that these processes have open, each counted once."""
-    sizes: dict[int, int] = {}
-    for path in _open_files(pids):
-        with contextlib.suppress(OSError):
-            if os.readlink(path).startswith("/memfd:"):
-                info = os.stat(path)
-                sizes[info.st_ino] = info.st_blocks * 512
-    return sum(sizes.values())
+def _rss(place: str) -> int:
+    try:
+        return int(_stat(place)[21]) * _PAGE
+    except (OSError, IndexError):
+        return 0
 
 
-def _open_files(pids: list[int]) -> Iterator[str]:
-    looked = 0
+def _add_mapped(place: str, mapped: dict[File, int], most: int) -> int:
+    """Add how much of each of these files is in the PSS of a process: of the files themselves, not of private copies of their pages.
+
+    -> how many bytes of its lists were read, of `most` that may be.
+    """
+    read = 0
+    with contextlib.suppress(OSError, ValueError):
+        with open(f"{place}/maps", "rb") as file:
+            text = file.read(most)
+        read = len(text)
+        if b" /memfd:" not in text:
+            return read
+        with open(f"{place}/smaps", "rb") as file:
+            text = file.read(most - read)
+        read += len(text)
+        current, share = None, 0
+        for line in text.splitlines():
+            if b" /memfd:" in line:
+                _, _, _, device, inode, _ = line.split(None, 5)
+                major, _, minor = device.partition(b":")
+                current = os.makedev(int(major, 16), int(minor, 16)), int(inode)
+            elif current in mapped and line.startswith(b"Pss:"):
+                share = int(line.split()[1]) * 1024
+            elif current in mapped and line.startswith(b"Anonymous:"):
+                mapped[current] += max(0, share - int(line.split()[1]) * 1024)
+                current = None
+    return read
+
+
+def _memory_files(pids: list[int]) -> tuple[dict[File, int], bool]:
+    """(bytes of every memory file that these processes have open, whether there are certainly no more)"""
+    sizes: dict[File, int] = {}
+
+    def look(name: str, table: int) -> None:
+        if os.readlink(name, dir_fd=table).startswith("/memfd:"):
+            info = os.stat(name, dir_fd=table)
+            sizes[info.st_dev, info.st_ino] = info.st_blocks * 512
+
+    whole = _look_at_open_files(pids, look)
+    return sizes, whole
+
+
+def _look_at_open_files(pids: list[int], look: Callable[[str, int], None]) -> bool:
+    """Give every open file of these processes to `look`, by its name in an open directory; -> whether that was all of them.
+
+    More than `MOST_OPEN` are too many to see, and so is a process that cannot be looked into: a watched limit must not take it for empty.
+    """
+    left, whole = MOST_OPEN, True
     for pid in pids:
-        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-            for entry in entries:
-                looked += 1
-                if looked > _MOST_LOOKED_AT:
-                    return
-                yield entry.path
+        try:
+            tables, compared = _tables(pid)
+            left -= compared
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended meanwhile, and its files with it
+        except OSError:
+            whole = False
+            continue
+        for thread, shared in tables.items():
+            try:
+                table = os.open(f"/proc/{pid}/task/{thread}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    names = os.listdir(table)
+                    left -= len(names)
+                    if left < 0:
+                        return False
+                    for name in names:
+                        try:  # thousands of them: `suppress` would take as long as the call
+                            look(name, table)
+                        except OSError:
+                            pass
+                finally:
+                    os.close(table)
+            except (FileNotFoundError, ProcessLookupError):
+                whole = whole and not (shared and runs(pid))
+            except OSError:
+                whole = False
+    return whole
+
+
+def _tables(pid: int) -> tuple[dict[int, bool], int]:
+    """(a thread for each table of open files that the process has -> whether others have it too, how many comparisons that took)
+
+    All threads have one table unless a program does what few do: end the first thread, or take a table apart. OSError when it is gone.
+    """
+    tables: dict[int, bool] = {}
+    compared = 0
+    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+        for other in tables:
+            compared += 1
+            # A kernel without the call has every thread looked at.
+            if _KCMP is not None and _libc.syscall(_KCMP, thread, other, _KCMP_FILES, 0, 0) == 0:
+                tables[other] = True
+                break
+        else:
+            tables[thread] = False
+        if compared > MOST_OPEN:
+            break
+    return tables, compared

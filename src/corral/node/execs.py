@@ -29,7 +29,8 @@ PUMP_S = 1.0
 WITNESS_S = 0.5
 _TICKS = os.sysconf("SC_CLK_TCK")
 _INSTANT: frozenset[str] = frozenset(
-    {"output_limit", "memory_watch", "pids_watch", "disk_watch", "inodes_watch", "circuit_breaker"}
+    {"output_limit", "circuit_breaker"}
+    | {"memory_watch", "pids_watch", "disk_watch", "inodes_watch", "memory_unseen", "disk_unseen"}
 )
 
 

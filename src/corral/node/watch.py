@@ -30,6 +30,8 @@ FULL_INODES = 16
 DISK_WALK_S = 0.5
 LONGEST_WALK_S = 3.0
 LAST_WALK_S = 0.05
+UNSEEN_LOOKS = 2
+"""So many looks one after the other that did not see all end the exec. One alone may have met what was ending or being started."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Meter:
         self._disk_full = self._inodes_full = self._tmp_full = False
         self._disk_bytes: int | None = None
         self._entries = 0
+        self._unseen = 0
         self._walk_s = DISK_WALK_S
         self._task: asyncio.Task[None] | None = None
         self._first: asyncio.TimerHandle | None = None
@@ -84,11 +87,15 @@ class Meter:
 
     async def _watch_counters(self, end: Callable[[str], None]) -> None:
         watched = {name for name in ("memory", "pids") if getattr(self._body.modes, name) == "watched"}
+        unseen = 0
         while True:
             stats = await self._body.stats()
             self._sample(stats)
+            unseen = 0 if stats.memory_whole else unseen + 1
             if "memory" in watched and (stats.memory_bytes or 0) > self._limits.memory_bytes:
                 end("memory_watch")
+            if "memory" in watched and unseen >= UNSEEN_LOOKS:
+                end("memory_unseen")
             if "pids" in watched and (stats.pids or 0) > self._limits.pids:
                 end("pids_watch")
             await asyncio.sleep(WATCHED_S if watched else SAMPLE_S)
@@ -100,6 +107,8 @@ class Meter:
             await self._look_at_disk(self._walk_s)
             if modes.disk == "watched" and (self._disk_bytes or 0) > self._limits.disk_bytes:
                 end("disk_watch")
+            if modes.disk == "watched" and self._unseen >= UNSEEN_LOOKS:
+                end("disk_unseen")
             if modes.inodes == "watched" and self._entries > self._limits.inodes:
                 end("inodes_watch")
             # A tree that takes long to walk may take a third of our time, no more.
@@ -126,9 +135,10 @@ class Meter:
         else:
             caps = Caps(entries=max(200_000, 2 * self._limits.inodes), seconds=seconds)
             try:
-                use = await asyncio.to_thread(_use_of, tree, caps, self._body.pid1)
+                use, whole = await asyncio.to_thread(_use_of, tree, caps, self._body.pid1)
             except (CorralError, OSError):
                 return
+            self._unseen = 0 if whole else self._unseen + 1
             if use.complete or use.bytes > (self._disk_bytes or 0):
                 self._disk_bytes = use.bytes
             if use.complete or use.entries > self._entries:
@@ -167,18 +177,19 @@ class Meter:
         return Measured(usage, self._disk_full, self._inodes_full, self._tmp_full, throttled)
 
 
-def _use_of(tree: HostTree, caps: Caps, pid1: ProcessRef | None) -> DiskUse:
-    """What lies in the tree, and what was removed from it and lives on because a program has it open."""
+def _use_of(tree: HostTree, caps: Caps, pid1: ProcessRef | None) -> tuple[DiskUse, bool]:
+    """(what lies in the tree, with what was removed from it and lives on because a program has it open, whether all of that was seen)"""
     before = _nameless(tree, pid1)
     use = GuestTree(tree.path, tree.uid, tree.gid, caps).usage()
+    after = _nameless(tree, pid1)
     # What lost or got its name during the walk is in the tree's count already, or in the next one's.
-    size, count = map(min, before, _nameless(tree, pid1))
-    return replace(use, bytes=use.bytes + size, entries=use.entries + count)
+    size, count = min(before.bytes, after.bytes), min(before.count, after.count)
+    return replace(use, bytes=use.bytes + size, entries=use.entries + count), before.whole and after.whole
 
 
-def _nameless(tree: HostTree, pid1: ProcessRef | None) -> tuple[int, int]:
+def _nameless(tree: HostTree, pid1: ProcessRef | None) -> nsproc.Nameless:
     if pid1 is None or (namespace := nsproc.pid_namespace(pid1.pid)) is None or start_time(pid1.pid) != pid1.start_time:
-        return 0, 0
+        return nsproc.Nameless()
     return nsproc.unlinked(nsproc.members(namespace), os.stat(tree.path).st_dev)
 
 

@@ -97,6 +97,8 @@ class Stats:
     """Counters read on the host, since the instance began. None = not measurable here, never 0 instead."""
 
     memory_bytes: int | None = None
+    memory_whole: bool = True
+    """False: not all that counts could be looked at, and `memory_bytes` is a lower bound."""
     peak_memory_bytes: int | None = None
     cpu_seconds: float | None = None
     pids: int | None = None

@@ -8,6 +8,7 @@ from corral.domain.result import (
     TIMINGS,
     exit_status,
     judge,
+    limit_hits,
     merge_timeline,
     outcomeless_document,
     refusal,
@@ -41,6 +42,8 @@ def verdict(modes=MODES, **facts):
         ({"exit_code": 0, "usage": Usage(oom_kills=2)}, "ok", 0, None, "2 child processes were killed for memory"),
         ({"signal": 9, "ended_by": "memory_watch"}, "oom", 137, "SIGKILL", "exceeded 256 MiB"),
         ({"exit_code": 0, "ended_by": "memory_watch"}, "ok", 0, None, None),
+        ({"signal": 9, "ended_by": "memory_unseen"}, "oom", 137, "SIGKILL", "more files are open"),
+        ({"signal": 9, "ended_by": "disk_unseen"}, "disk_full", 137, "SIGKILL", "cannot be seen to stay within 1 GiB"),
         ({"signal": 15, "ended_by": "timeout"}, "timeout", 143, "SIGTERM", "ran longer than 2 s"),
         ({"exit_code": 5, "ended_by": "timeout", "usage": Usage(oom_kills=1)}, "timeout", 5, None, "2 s"),
         ({"exit_code": 0, "ended_by": "timeout"}, "timeout", 0, None, "2 s"),
@@ -124,6 +127,12 @@ def test_only_what_the_caller_asked_for_is_an_error():
 def test_a_watched_limit_says_so():
     modes = LimitModes(memory="watched", overshoot={"memory": "up to 20 MiB more"})
     assert "watched, not enforced: up to 20 MiB more" in verdict(modes, signal=9, ended_by="memory_watch").hint
+
+
+@pytest.mark.parametrize("ended_by", ["memory_unseen", "disk_unseen"])
+def test_a_limit_that_could_not_be_watched_is_not_said_to_be_reached(ended_by):
+    assert "exceeded" not in verdict(signal=9, ended_by=ended_by).hint
+    assert not any(limit_hits(ExecFacts(started=True, signal=9, ended_by=ended_by), LIMITS, MODES).values())
 
 
 WATCHED = LimitModes(pids="watched", disk="watched", inodes="watched")

@@ -77,6 +77,7 @@ async def first_end(one: Meter, said: asyncio.Queue[str]) -> str:
     [
         (Stats(memory_bytes=2 << 20), {"memory_bytes": 1 << 20}, "memory_watch"),
         (Stats(pids=5), {"pids": 4}, "pids_watch"),
+        (Stats(memory_bytes=1, memory_whole=False), {"memory_bytes": 1 << 20}, "memory_unseen"),
     ],
 )
 async def test_a_watched_counter_past_its_limit_ends_the_exec(
@@ -161,6 +162,25 @@ async def test_a_disk_is_full_when_it_has_less_left_than_a_refused_write_leaves(
     assert measured.disk_full is full
 
 
+async def test_one_look_that_did_not_see_all_ends_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "WATCHED_S", 0.01)
+    looks = itertools.count()
+    enough = asyncio.Event()
+
+    def stats() -> Stats:
+        number = next(looks)
+        if number > 8:
+            enough.set()
+        return Stats(memory_bytes=1, memory_whole=number % 2 == 0)
+
+    one, said = meter(place, stats=stats, memory_bytes=1 << 20)
+    await one.begin(alone=True)
+    one.watch(said.put_nowait)
+    await asyncio.wait_for(enough.wait(), 30)
+    await one.end()
+    assert said.empty()
+
+
 @pytest.mark.parametrize(("written", "full"), [(900_000, False), (1 << 20, True)])
 async def test_a_watched_disk_is_full_at_its_limit_not_near_it(place: Path, written: int, full: bool) -> None:
     one, _ = meter(place, disk_bytes=1 << 20)
@@ -185,10 +205,21 @@ sys.stdin.readline()
         assert child.stdin and child.stdout
         assert child.stdout.readline() == b"ready\n"
         one, said = meter(place, disk_bytes=2 << 20)
-        (inner,) = nsproc.children(child.pid)
+        inner = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text())
         cast("Any", one)._body.pid1 = process.ref_of(inner)
         assert await first_end(one, said) == "disk_watch"
         measured = await one.end()
         child.stdin.close()
     assert measured.disk_full
     assert measured.usage.disk_bytes is not None and measured.usage.disk_bytes >= 3 << 20
+
+
+async def test_a_disk_that_cannot_be_watched_any_more_ends_the_exec_and_is_not_said_to_be_full(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SAMPLE_S", 0.01)
+    monkeypatch.setattr(watch.nsproc, "unlinked", lambda pids, device: nsproc.Nameless(whole=False))
+    one, said = meter(place, disk_bytes=1 << 20)
+    cast("Any", one)._body.pid1 = process.ref_of(os.getpid())
+    assert await first_end(one, said) == "disk_unseen"
+    assert not (await one.end()).disk_full

@@ -221,9 +221,11 @@ class BubblewrapRuntime(_adapter.Adapter):
             seen.peak_pids,
             seen.cpu_seconds,
         )
+        whole = True
         if memory is None or pids is None:
             sampled = self._sample(ref)
             if memory is None:
+                whole = sampled.whole
                 memory, peak = sampled.memory_bytes, self._peaks.get(ref.instance_id, (None, None))[0]
             if pids is None:
                 pids, peak_pids = sampled.count, self._peaks.get(ref.instance_id, (None, None))[1]
@@ -231,6 +233,7 @@ class BubblewrapRuntime(_adapter.Adapter):
         used, free, inodes = self._disk_use(ref)
         return Stats(
             memory_bytes=memory,
+            memory_whole=whole,
             peak_memory_bytes=peak,
             cpu_seconds=cpu,
             pids=pids,
@@ -245,10 +248,7 @@ class BubblewrapRuntime(_adapter.Adapter):
 
     def _sample(self, ref: InstanceRef) -> nsproc.Totals:
         """Sums by pid namespace; RSS is cheap and never too small, so PSS is asked only when RSS comes near the limit."""
-        members = self._processes(ref)
-        found = nsproc.totals(members)
-        if found.memory_bytes > int(ref.data.get("memory_bytes", 0)) // 2:
-            found = nsproc.totals(members, pss=True)
+        found = nsproc.totals(self._processes(ref), pss_above=int(ref.data.get("memory_bytes", 0)) // 2)
         with self._guard:
             memory, count = self._peaks.get(ref.instance_id, (0, 0))
             self._peaks[ref.instance_id] = (max(memory, found.memory_bytes), max(count, found.count))
