@@ -84,7 +84,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         self._bodies: dict[str, Body] = {}
         self._creating: dict[str, asyncio.Future[InstanceReport]] = {}
         self._destroying: dict[str, asyncio.Task[Evidence]] = {}
-        self._saves = set()
+        self._saves, self._writing = set(), {}
         self._execs: dict[str, Exec] = {}
         self._unnoted: dict[str, dict[str, Any]] = {}
         """Execs that run and are not yet journalled as running."""
@@ -396,6 +396,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
                     await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5.0)
             self._bodies.pop(instance_id, None)
             await body.let_go()
+        await self._await_writing(instance_id)
         return await self._undo(instance_id, runtime)
 
     async def _undo(self, instance_id: str, runtime: Runtime) -> Evidence:

@@ -141,8 +141,7 @@ def discard_half(instance_id: str, directory: str, made: bool) -> list[str]:
     left: list[str] = []
     with contextlib.suppress(CorralError):
         if read(directory).instance_id == instance_id:
-            os.unlink(partial)  # it is whole
-            return []
+            return remove_tree(partial)  # it is whole
     for name in sorted(os.listdir(directory), key=lambda name: name == PARTIAL):  # what says whose it is goes last
         left += remove_tree(os.path.join(directory, name))
     if made and not left:
@@ -177,6 +176,8 @@ class MemorySnapshots(ABC):
     _journal: Journal
     _probes: Probes
     _saves: set[asyncio.Task[Any]]
+    _writing: dict[str, asyncio.Future[None]]
+    """Of each instance whose snapshot is being written: its end."""
     _lost: asyncio.Queue[str]
 
     @abstractmethod
@@ -240,7 +241,10 @@ class MemorySnapshots(ABC):
             body.leaving = True
             self._journal.set_instance(instance_id, state="condemned")
             faults.point("node.checkpoint.condemned")
-            save.writing = asyncio.ensure_future(_write(runtime, body, save.into, snapshot))
+            save.writing = self._writing[instance_id] = asyncio.ensure_future(
+                _write(runtime, body, save.into, snapshot)
+            )
+            save.writing.add_done_callback(lambda _: self._writing.pop(instance_id, None))
             await asyncio.shield(save.writing)
             faults.point("node.checkpoint.written")
         except BaseException:
@@ -337,6 +341,11 @@ class MemorySnapshots(ABC):
         left = await asyncio.to_thread(discard_half, instance_id, save["into"], save["made"])
         if not left and instance_id in self._journal.instances:
             self._note_save(instance_id, None)
+
+    async def _await_writing(self, instance_id: str) -> None:
+        """Nothing writes below a snapshot's directory any more: what there is of it now can be told, and removed."""
+        if (writing := self._writing.get(instance_id)) is not None:
+            await asyncio.wait({writing})
 
     async def _await_saves(self) -> None:
         """Before the node closes: a snapshot that is being written shall be whole."""

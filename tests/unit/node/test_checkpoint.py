@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -331,6 +332,41 @@ async def test_a_destruction_in_the_middle_wins_and_leaves_no_file(saving: Bench
     await refused(call, "infra_error")
     assert (await destroying).clean
     assert not image.exists() and await saving.node.instances() == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_destruction_while_the_files_are_made_safe_finds_all_of_them_or_none(
+    saving: Bench, tmp_path: Path, whole: bool
+) -> None:
+    instance = await saving.create()
+    image = tmp_path / "image"
+    image.mkdir()
+    reached, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        go.wait(60)
+        if not whole:
+            raise OSError(28, "No space left on device")
+
+    faults.arm("node.checkpoint.synced", wait)
+    try:
+        call = asyncio.create_task(saving.node.checkpoint_instance(instance, FENCE, str(image)))
+        assert await asyncio.to_thread(reached.wait, 60)
+        destroying = asyncio.create_task(saving.node.destroy(instance, "sandbox_deleted"))
+        await asyncio.wait({destroying}, timeout=0.5)  # one that does not wait for the files would be done
+        assert not destroying.done()
+        go.set()
+        if whole:
+            assert (await call).clean
+        else:
+            await refused(call, "infra_error")
+        assert (await destroying).clean
+    finally:
+        go.set()
+        faults.arm("node.checkpoint.synced", None)
+    assert await saving.node.instances() == []
+    assert sorted(os.listdir(image)) == (["disk", "memory", "snapshot.json"] if whole else [])
 
 
 async def test_nothing_begins_once_a_snapshot_has_begun(saving: Bench, tmp_path: Path) -> None:

@@ -72,6 +72,22 @@ def test_only_half_a_snapshot_of_just_this_instance_is_discarded(tmp_path: Path)
     assert kept(tmp_path / "never", "ins_1") is None
 
 
+def test_a_snapshot_that_becomes_whole_while_one_looks_at_it_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots.begin(str(tmp_path / "image"), "ins_1")
+    (tmp_path / "image" / "memory").write_bytes(b"x")
+    read = snapshots.read
+
+    def read_late(directory: str) -> Snapshot:
+        snapshots.seal(directory, DEBUG)
+        return read(directory)
+
+    monkeypatch.setattr(snapshots, "read", read_late)
+    assert snapshots.discard_half("ins_1", str(tmp_path / "image"), True) == []
+    assert sorted(os.listdir(tmp_path / "image")) == ["memory", "snapshot.json"]
+
+
 @pytest.mark.parametrize("missing", ["seccomp", "unsafe", "disk_base"])
 def test_a_manifest_that_does_not_tell_its_defences_is_no_snapshot(tmp_path: Path, missing: str) -> None:
     snapshots.seal(str(tmp_path), DEBUG)
