@@ -3,7 +3,8 @@
 With `configure` the packages' maintainer scripts run in the new tree, as on any machine of that distribution: alternatives,
 certificates and the loader's cache are there afterwards. Without it packages are only unpacked.
 
-Nothing of a package runs as a user of this host, see `templates_confined`. Where that cannot be, apt and dpkg alone unpack what they can.
+Nothing of a package runs as a user of this host, see `templates_confined`. Where that cannot be, apt and dpkg alone tell what packages
+hold, and it is unpacked like an archive of a stranger: no link of one package leads the files of another out of the tree.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from corral.errors import CorralError
@@ -24,6 +25,8 @@ from corral.node import templates_confined
 from corral.node.templates_confined import Lack, on_host
 from corral.node.templates_recipe import Recipe
 from corral.node.templates_sealing import PROGRAM_PATH, SECRET_BY_NAME, resolve_inside
+from corral.node.templates_tar import Refused
+from corral.node.templates_unpacking import Caps, Tree
 
 Progress = Callable[[str, float | None], None]
 _BUILD_S = 2 * 3600.0
@@ -32,6 +35,8 @@ MAX_STATUS = 64 * 1024 * 1024
 """A host with every package of the distribution would have about as much."""
 MAX_PACKAGES = 20_000
 MAX_WORD = 200
+MAX_LINE = 65536
+MAX_APPLETS = 10_000
 _VOLATILE = ("var/log", "var/cache", "var/lib/apt/lists", "run", "tmp", "var/tmp", "dev", "proc", "sys")
 """Directories whose content differs from build to build, or is made by who runs the sandbox."""
 _APPLET = re.compile(rb"\[\[?|[a-z0-9][a-z0-9_.+-]{0,40}")
@@ -65,7 +70,7 @@ def unpack(recipe: Recipe, root: Path, progress: Progress, base: int | None) -> 
     if _no_mmdebstrap() is None:
         _mmdebstrap(recipe, root, progress, base)
     else:
-        _apt_download(recipe.packages, root)
+        _apt_download(recipe, root)
     for place in _VOLATILE:
         found = resolve_inside(root, f"/{place}")  # a package may have made it a link
         for inside in found.iterdir() if found is not None and found.is_dir() else ():
@@ -127,7 +132,8 @@ def _mmdebstrap(recipe: Recipe, root: Path, progress: Progress, base: int | None
         late.daemon = True
         late.start()
         try:
-            for line in process.stderr or ():
+            # Scripts of packages write there too: a line need not end.
+            while process.stderr is not None and (line := process.stderr.readline(MAX_LINE)):
                 last.append(text := " ".join(line.split())[:300])
                 if text.startswith("I: ") and not text.startswith("I: removing"):
                     steps += 1
@@ -155,12 +161,32 @@ def _not_begun(recipe: Recipe, why: str) -> CorralError:
     )
 
 
-def _apt_download(packages: Sequence[str], root: Path) -> None:
+def _apt_download(recipe: Recipe, root: Path) -> None:
     work = root.parent / "debs"
     work.mkdir()
-    _run(["apt-get", "download", *packages], cwd=work)
-    for deb in work.glob("*.deb"):
-        _run(["dpkg-deb", "-x", str(deb), str(root)])
+    _run(["apt-get", "download", *recipe.packages], cwd=work)
+    tree = Tree(recipe.name, root, Caps().within(root.parent))
+    for deb in sorted(work.glob("*.deb")):
+        command = ["dpkg-deb", "--fsys-tarfile", str(deb)]
+        with (
+            tempfile.TemporaryFile() as said,
+            subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=said) as process,
+        ):
+            assert process.stdout is not None
+            refused = None
+            try:
+                tree.unpack(process.stdout)
+            except Refused as error:
+                refused = Refused(f"{deb.name}: {error}")
+                if process.stdout.read(1):
+                    process.kill()
+                    raise refused from None
+            # Of a package that it cannot read it tells nothing, or half.
+            if process.wait() != 0:
+                said.seek(0)
+                raise _ended(command, process.returncode, said.read(65536).decode("utf-8", "replace"))
+            if refused is not None:
+                raise refused
 
 
 def _link_applets(root: Path) -> None:
@@ -179,7 +205,7 @@ def _link_applets(root: Path) -> None:
 def applets_of(program: bytes) -> list[str]:
     """The names that a busybox answers to, read from the sorted table in it: a foreign program is not run to be asked."""
     found: list[str] = []
-    for name in program[max(0, program.find(b"\0[\0[[\0")) :].split(b"\0")[1:10_000]:
+    for name in program[max(0, program.find(b"\0[\0[[\0")) :].split(b"\0", MAX_APPLETS)[1:MAX_APPLETS]:
         if not _APPLET.fullmatch(name) or (found and name.decode() <= found[-1]):
             break
         found.append(name.decode())
@@ -213,4 +239,8 @@ def _run(command: list[str], cwd: Path | None = None) -> None:
         timeout=_BUILD_S,
     )
     if done.returncode != 0:
-        raise OSError(f"{command[0]} ended with {done.returncode}: {' '.join(done.stderr.split())[-300:]}")
+        raise _ended(command, done.returncode, done.stderr)
+
+
+def _ended(command: list[str], status: int, said: str) -> OSError:
+    return OSError(f"{command[0]} ended with {status}: {' '.join(said.split())[-300:]}")
