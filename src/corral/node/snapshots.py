@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -117,8 +119,10 @@ def seal(directory: str, snapshot: Snapshot) -> None:
 
 
 def _sync(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        if not stat.S_ISREG(mode := os.fstat(fd).st_mode) and not stat.S_ISDIR(mode):
+            raise OSError(errno.EINVAL, "neither a file nor a directory", path)
         os.fsync(fd)
     finally:
         os.close(fd)

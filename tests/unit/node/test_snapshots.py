@@ -46,6 +46,17 @@ def test_all_that_a_snapshot_is_made_of_is_on_disk_before_its_manifest_appears(
     assert sorted(os.listdir(into)) == ["checkpoint.img", "disk.img", "snapshot.json"]
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_is_neither_file_nor_directory_makes_no_snapshot(tmp_path: Path, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "memory")
+    else:
+        (tmp_path / "memory").symlink_to(tmp_path)
+    with pytest.raises(OSError):
+        snapshots.seal(str(tmp_path), DEBUG)
+    assert os.listdir(tmp_path) == ["memory"]
+
+
 def test_only_half_a_snapshot_of_just_this_instance_is_discarded(tmp_path: Path) -> None:
     def kept(into: Path, instance: str, made: bool = True) -> list[str] | None:
         assert snapshots.discard_half(instance, str(into), made) == []

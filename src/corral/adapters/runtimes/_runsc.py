@@ -22,6 +22,9 @@ RECORDS, NETWORK, IMAGE, SAVED = "rec", "net", "image", "saved"
 """Names in an instance's place: runsc's own record, the network namespace of its sockets, the snapshot that it is restored from, and
 where runsc writes one."""
 
+MEMORY, MEMORY_PARTS = "checkpoint.img", ("pages_meta.img", "pages.img")
+"""What runsc writes for a snapshot, and what newer ones write beside it."""
+
 COVERED = "/run/guest"
 """Where the guest alone sees all of /proc: this kernel shows everybody's environment, maps and descriptors to all."""
 

@@ -26,6 +26,7 @@ import platform
 import select
 import shutil
 import socket
+import stat
 import subprocess
 import time
 from dataclasses import replace
@@ -36,7 +37,7 @@ from corral import faults
 from corral.adapters.runtimes import _adapter, _instance, _runsc, oci
 from corral.domain.limits import MIB, LimitModes, Limits
 from corral.errors import CorralError
-from corral.linux import cgroups, disk, fifos, mounts, netns, process, seccomp, userns
+from corral.linux import cgroups, disk, fifos, guesttree, mounts, netns, process, seccomp, userns
 from corral.linux.cgroups import Cgroup
 from corral.linux.process import ProcessRef
 from corral.ports.runtime import HostTree, Instance, InstanceRef, InstanceSpec, RuntimeInfo, Stats
@@ -219,8 +220,8 @@ class RunscRuntime(_adapter.Freezing):
             # What runsc writes is its own until it is whole: below the instance, with which it goes, and seen by nothing else.
             saved, point = f"{ref.directory}/{_runsc.SAVED}", f"{place}/{_runsc.SAVED}"
             try:
-                _remove_tree(point)
-                disk.remove_tree(saved)
+                if left := _remove_saved(saved, point):
+                    raise CorralError("infra_error", f"an earlier snapshot is in the way: {', '.join(left)}")
                 for path in (saved, point):
                     os.mkdir(path, 0o700)
                 os.chown(saved, base, base)
@@ -233,14 +234,16 @@ class RunscRuntime(_adapter.Freezing):
                 _remove_tree(f"{place}/root")
                 if left := disk.detach(ref.directory, place):
                     raise CorralError("infra_error", f"the disk is still in use: {', '.join(left)}")
-                for name in os.listdir(saved):
-                    os.chown(f"{saved}/{name}", 0, 0, follow_symlinks=False)
-                    os.chmod(f"{saved}/{name}", 0o600)
-                    disk.move(f"{saved}/{name}", f"{into}/{name}")
+                _hand_over(saved, into)
                 faults.point("runtime.checkpoint.moved")
                 disk.move(f"{ref.directory}/{_DISK}", f"{into}/{_DISK}")
-            except (OSError, subprocess.SubprocessError) as error:
-                raise CorralError("infra_error", f"the snapshot could not be made: {error}") from error
+            except BaseException as error:
+                # The instance may go on for long: half a memory would cost the host as much as a whole one.
+                with contextlib.suppress(OSError):
+                    _remove_saved(saved, point)
+                if isinstance(error, (OSError, subprocess.SubprocessError)):
+                    raise CorralError("infra_error", f"the snapshot could not be made: {error}") from error
+                raise
 
     def _save_memory(self, ref: InstanceRef, place: str) -> None:
         gofer = ProcessRef.from_json(ref.data["gofer"])
@@ -374,6 +377,46 @@ def _start(command: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, env={"PATH": _instance.PATH}, cwd="/", start_new_session=True
     )
+
+
+def _hand_over(saved: str, into: str) -> None:
+    """Move the files of a memory out of the directory that runsc wrote them in; `infra_error` where anything else is in it.
+
+    It was the sandbox's own: whoever captured gVisor leaves links, devices or pipes there, and names that mean something to us.
+    Its processes are dead.
+    """
+    directory = os.open(saved, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        names = sorted(os.listdir(directory))
+        if strange := [name for name in names if name not in (_runsc.MEMORY, *_runsc.MEMORY_PARTS)]:
+            raise CorralError("infra_error", f"among the files of the memory is {strange[0]!r:.80}")
+        if _runsc.MEMORY not in names:
+            raise CorralError("infra_error", "runsc saved no memory")
+        for name in names:
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+            try:
+                seen = os.fstat(file)
+                if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1:
+                    raise CorralError("infra_error", f"{name} of the memory is not a file of its own")
+                os.fchown(file, os.geteuid(), os.getegid())
+                os.fchmod(file, 0o600)
+            finally:
+                os.close(file)
+            disk.move(f"{saved}/{name}", f"{into}/{name}")
+    finally:
+        os.close(directory)
+
+
+def _remove_saved(saved: str, point: str) -> list[str]:
+    """Take away where runsc writes a memory, with what is there; -> what is left. The sandbox may live: nothing it does leads us out."""
+    _remove_tree(point)
+    with contextlib.suppress(FileNotFoundError):
+        directory = os.open(saved, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fchown(directory, os.geteuid(), os.getegid())  # from now on it makes nothing there
+        finally:
+            os.close(directory)
+    return mounts.mounts_below(point) or guesttree.remove_tree(saved)
 
 
 def _remove_tree(root: str) -> None:
