@@ -103,10 +103,13 @@ def harden(options: Options) -> dict[str, int]:
     change = effective >> kernel.CAP_SETUID & 1 and effective >> kernel.CAP_SETGID & 1
     # Only Linux itself has Landlock, and there it works: no need to try.
     subreaper = abi > 0 or processes.subreaper_works()
-    namespaces = options.exec_pid_namespaces or not subreaper
+    covered = bool(options.cover_proc and os.getpid() == 1 and not options.unsafe_dumpable)
+    # Only a supervisor that is the parent of a namespace is covered like the guest.
+    namespaces = options.exec_pid_namespaces or covered or not subreaper
     namespaces = bool(namespaces and effective >> kernel.CAP_SYS_ADMIN & 1 and processes.namespaces_work())
-    covered = bool(namespaces and options.cover_proc and os.getpid() == 1 and not options.unsafe_dumpable)
     if covered:
+        if not namespaces:
+            fail("/proc cannot be covered: programs cannot have pid namespaces of their own")
         try:
             processes.take_cover(options.cover_proc)
         except OSError as error:

@@ -78,6 +78,35 @@ async def test_under_cover_execs_see_numbers_and_the_guest_sees_all(
     assert not any(files for _, _, files in os.walk(tmp_path / "table")), "none of it is on the host"
 
 
+async def test_where_execs_need_no_namespaces_cover_is_taken_all_the_same(
+    launch: Callable[..., RunningGuest], tmp_path: Path
+) -> None:
+    guest = launch("pid1", "--cover-proc", str(tmp_path / "table"))
+    client = await guest.connect()
+    assert (client.hello.capabilities["subreaper"], client.hello.capabilities["covered"]) == (1, 1)
+    shown = await guest.run(client, "sh", "-c", "cat /proc/1/environ /proc/1/stat")
+    assert shown.stdout == b"" and shown.status["exit_code"] != 0
+
+
+async def test_a_guest_that_cannot_take_cover_does_not_begin(tmp_path: Path) -> None:
+    prefix = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+        "setpriv",
+        "--bounding-set=-sys_admin",
+        "--",
+    ]
+    guest = RunningGuest("pid1", ["--cover-proc", str(tmp_path / "table")], prefix)
+    try:
+        assert await asyncio.to_thread(guest.process.wait, 60) == 2
+        assert b"/proc cannot be covered" in Path(guest.directory, "log").read_bytes()
+    finally:
+        await guest.stop()
+
+
 async def test_a_signal_to_everyone_reaches_only_the_own_exec(guest: RunningGuest, client: GuestClient) -> None:
     victim = guest.spec("sleep", "100")
     await client.start_exec(victim, fence=FENCE)
