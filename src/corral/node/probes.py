@@ -181,7 +181,8 @@ class Probes:
     def _save(self) -> None:
         kept, slow = self._read()
         kept |= self._infos
-        slow |= self._failed_slowly
+        # What has another answer now may have failed quickly: only our own word says that one of these was slow.
+        slow = {name: at for name, at in slow.items() if name not in self._infos} | self._failed_slowly
         runtimes = {name: dataclasses.asdict(info) for name, info in kept.items()}
         with open(self._path + ".new", "w", encoding="utf-8") as file:
             json.dump({"key": _host(), "runtimes": runtimes, "slow": slow}, file)

@@ -8,11 +8,13 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from corral.adapters.runtimes import _instance, _probe
 from corral.errors import CorralError
+from corral.linux import process
 
 
 def program(directory: Path, text: str) -> str:
@@ -81,6 +83,29 @@ def test_a_program_that_does_not_end_is_no_use_and_ends_with_all_it_started(
     with pytest.raises(CorralError, match="did not end in 1 s") as caught:
         _probe.version(program(tmp_path, f"#!/bin/sh\n{text.format(mark)}\n"))
     assert caught.value.code == "runtime_unavailable" and time.monotonic() - began < 30
+    assert not list(living(mark))
+
+
+def test_what_may_not_be_ended_at_once_hides_neither_the_fault_nor_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[process.ProcessRef] = []
+
+    def kill(ref: process.ProcessRef) -> bool:
+        if len(refused) < 2:
+            refused.append(ref)
+            raise PermissionError(1, "another's")
+        return process.kill(ref)
+
+    monkeypatch.setattr(_probe, "_VERSION_S", 1.0)
+    monkeypatch.setattr(_probe, "process", SimpleNamespace(**{**vars(process), "kill": kill}))
+    mark = f"600.0{secrets.randbelow(10**9)}"
+    with pytest.raises(CorralError, match="did not end in 1 s"):
+        _probe.version(program(tmp_path, f"#!/bin/sh\nsleep {mark} & sleep {mark}\n"))
+    for ref in refused:
+        assert process.wait_gone_blocking(ref, 60)
+        with pytest.raises(ChildProcessError):  # reaped
+            os.waitpid(ref.pid, os.WNOHANG)
     assert not list(living(mark))
 
 

@@ -215,6 +215,20 @@ def test_what_takes_long_not_to_work_is_spared_by_others_for_a_while(
     assert asked.asked == 1, "not for ever"
 
 
+def test_what_failed_slowly_and_then_quickly_is_spared_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_process() -> tuple[Probes, Probed]:
+        runtime = Probed(key=None, usable=False)
+        runtimes: Any = {"r": runtime, "other": Probed(key=None)}
+        return Probes(str(tmp_path / "probes.json"), runtimes, str(tmp_path / "run")), runtime
+
+    monkeypatch.setattr("corral.node.probes.SLOW_S", -1.0)
+    asyncio.run(other_process()[0].all())
+    monkeypatch.setattr("corral.node.probes.SLOW_S", 1000.0)
+    asyncio.run(other_process()[0].one("r"))
+    third, asked = other_process()
+    assert asyncio.run(third.all())[0].reason == "it does not start" and asked.asked == 1
+
+
 def test_what_quickly_does_not_work_is_asked_again_at_once(tmp_path: Path) -> None:
     for _ in range(2):
         runtime = Probed(key=None, usable=False)

@@ -6,6 +6,7 @@ ends with its process says that it is no leftover yet (`corral.node.leftovers`).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -53,7 +54,7 @@ def fastest(once: Callable[[], tuple[float, T]]) -> tuple[float, T]:
 def version(program: str) -> str | None:
     """What `program --version` names; None where it names none, or does not run. Raises `runtime_unavailable` when it does not end.
 
-    It may be anything: only the beginning of what it says is read, and what it has started ends with it.
+    It may be anything: only the beginning of what it says is read, and what runs of its session then is ended, as far as this user may.
     """
     try:
         child = subprocess.Popen(
@@ -82,16 +83,25 @@ def version(program: str) -> str | None:
             why = f"{program} --version did not end in {_VERSION_S:.0f} s"
             raise CorralError("runtime_unavailable", why, hint="see whether the program is what it should be")
     finally:
-        end = time.monotonic() + _VERSION_S
-        while (
-            left := nsproc.in_session(child.pid)
-        ) and time.monotonic() < end:  # not reaped yet: the number is its own
-            for one in left:
-                process.kill(one)
-            process.wait_gone_blocking(left[0], 0.05)
-        status = child.wait()
+        status = _ended(child)
     found = _VERSION.match(said.decode("ascii", "replace"))
     return found[1] if found and status == 0 else None
+
+
+def _ended(child: subprocess.Popen[bytes]) -> int | None:
+    """End the session that a child leads; -> the child's status, None when it may not be ended and has not."""
+    end = time.monotonic() + _VERSION_S
+    while left := nsproc.in_session(child.pid):  # not reaped yet: the number is its own
+        for one in left:
+            with contextlib.suppress(PermissionError):  # a set-id program, which is another's to end
+                process.kill(one)
+        process.wait_gone_blocking(left[0], 0.05)
+        if time.monotonic() > end:
+            break
+    try:
+        return child.wait(0)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def must_be_clean(runtime: str, evidence: Evidence) -> None:
