@@ -12,7 +12,7 @@ import os
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -138,16 +138,17 @@ class Adapter(ABC):
             if earlier is not None and (init := _instance.init_of(earlier)) is not None and process.is_alive(init):
                 return self._answer(earlier)
             partial_ref = self.partial_ref(spec.directory, spec.instance_id)
-            if os.path.lexists(_instance.place_of(spec.directory)) and (left := self._clear(partial_ref, [])):
+            clear = partial(self._clear, partial_ref, [])
+            if os.path.lexists(_instance.place_of(spec.directory)) and (left := _left_by(clear)):
                 raise CorralError("infra_error", f"an earlier attempt could not be removed: {', '.join(left)}")
             try:
                 return make()
+            except (OSError, subprocess.SubprocessError, ValueError) as error:
+                failed = CorralError("infra_error", f"{self.name} could not start the instance: {error}")
+                _tell(failed, _left_by(clear))
+                raise failed from error
             except BaseException as error:
-                left = self._clear(partial_ref, [])
-                if isinstance(error, (OSError, subprocess.SubprocessError, ValueError)):
-                    raise CorralError("infra_error", f"{self.name} could not start the instance: {error}") from error
-                if left and isinstance(error, CorralError):
-                    error.facts["left"] = left
+                _tell(error, _left_by(clear))
                 raise
 
     def _await_launch(self, launcher: _instance.Launcher, directory: str, timeout_s: float) -> None:
@@ -245,9 +246,23 @@ class Adapter(ABC):
                     instance = make(spec)
                 ref = instance.ref
                 yield instance, spec, (time.monotonic() - began) * 1000
-            finally:
-                evidence = self._destroy(ref)
-            _probe.must_be_clean(self.name, evidence)
+            except BaseException as error:
+                _tell(error, _left_by(lambda: self._destroy(ref).left))
+                raise
+            _probe.must_be_clean(self.name, self._destroy(ref))
+
+
+def _left_by(clear: Callable[[], Sequence[str]]) -> list[str]:
+    """What is left after clearing; an error of that is among it, as it must not take the place of the one for which it is done."""
+    try:
+        return list(clear())
+    except (CorralError, OSError, subprocess.SubprocessError, ValueError) as error:
+        return [f"not cleared: {error}"]
+
+
+def _tell(error: BaseException, left: list[str]) -> None:
+    if left and isinstance(error, CorralError):
+        error.facts["left"] = left
 
 
 class Freezing(Adapter):
