@@ -103,7 +103,8 @@ def test_scripts_run_as_ids_of_the_installation_and_what_they_made_is_roots(
     assert owners(tree) == {(0, 0)}
     assert (tree / "usr/share/probe/theirs").stat().st_mode & 0o7777 == 0o755
     assert userns.processes_of(first) == [], "what a script leaves running ends with the build"
-    assert ids.allocated() == {}
+    assert ids.allocate("next") == first, "the ids were given back"
+    ids.release("next")
     assert not list((state / "base").glob(".build-*"))
 
 
@@ -116,11 +117,11 @@ def test_ids_that_something_still_runs_with_are_not_given_back_and_its_tree_wait
     with subprocess.Popen(["setpriv", f"--reuid={first + 8}", "--clear-groups", "cat"], stdin=subprocess.PIPE) as alive:
         until(lambda: userns.processes_of(first))
         assert templates.remove_unfinished() == 0
-        assert ids.allocated() == {".build-old": first}
+        assert ids.find(".build-old") == first
         assert alive.stdin is not None
         alive.stdin.close()
     assert templates.remove_unfinished() == 1
-    assert ids.allocated() == {}
+    assert ids.find(".build-old") is None
 
 
 PROGRAM = """

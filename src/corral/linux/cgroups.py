@@ -27,7 +27,6 @@ Kind = Literal["v1", "v2", "hybrid", "none"]
 
 V1_CONTROLLERS = ("memory", "pids", "cpu", "cpuacct", "freezer")
 LIMITED = ("memory", "pids", "cpu")
-V2_CONTROLLERS = LIMITED
 CPU_PERIOD_US = 100_000
 TOP = "corral"
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -312,9 +311,9 @@ def detect(mountinfo: str = "/proc/self/mountinfo", own: str = "/proc/self/cgrou
             v1.update(dict.fromkeys(_try(point, names) or () if names else (), point))
         elif v2 is None:
             for base in _v2_bases(point, own):
-                usable = _try(base, V2_CONTROLLERS, v2=True)
+                usable = _try(base, LIMITED, v2=True)
                 if usable is not None:
-                    v2, v2_controllers = base, usable - frozenset(v1)
+                    v2, v2_controllers = base, usable
                     break
     return Hierarchies(v1, v2, v2_controllers - frozenset(v1))
 

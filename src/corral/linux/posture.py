@@ -17,7 +17,7 @@ from pathlib import Path
 
 from corral.domain.grade import Check, check_dict
 from corral.errors import CorralError
-from corral.linux import cgroups, seccomp
+from corral.linux import cgroups, seccomp, userns
 
 _CLONE_NEWUSER, _CLONE_NEWNS, _CLONE_NEWNET, _CLONE_NEWPID = 0x10000000, 0x00020000, 0x40000000, 0x20000000
 _LANDLOCK, _MOUNT_SETATTR = 444, 442
@@ -130,13 +130,7 @@ def _groups() -> Check:
 def _own_ids() -> Check:
     if os.geteuid() == 0:
         return Check("subordinate ids", "should", True, "root gives any")
-    names = {str(os.getuid())}
-    with contextlib.suppress(KeyError, ImportError):
-        import pwd
-
-        names.add(pwd.getpwuid(os.getuid()).pw_name)
-    lines = (_read("/etc/subuid") or "").splitlines()
-    given = any(line.split(":")[0] in names for line in lines)
+    given = userns.subordinate("uid") is not None
     mapper = shutil.which("newuidmap") is not None
     seen = f"{'a range' if given else 'no range'} in /etc/subuid, {'newuidmap' if mapper else 'no newuidmap'}"
     return Check("subordinate ids", "should", given and mapper, seen, "usermod --add-subuids, and the package uidmap")

@@ -4,15 +4,17 @@
 Claims and allocations are entries below `/run/corral`, made by single atomic calls: they live exactly as long as processes can
 (until the next boot), survive any death of ours, and keep installations on one host apart.
 
-`create` makes a user namespace with given maps and hands out its descriptor: for id-mapped mounts and for bubblewrap's `--userns`.
+`delegated` reads what ids the host has given to its users. `create` makes a user namespace with given maps and hands out its descriptor: for id-mapped mounts and for bubblewrap's `--userns`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import pwd
 import subprocess
 import threading
 import weakref
@@ -91,13 +93,6 @@ class SubordinateRange:
                 if index is not None and (block == own or not processes_of(block[0] + index * SIZE)):
                     os.unlink(f"{self._directory(block)}/{index}")
 
-    def allocated(self) -> dict[str, int]:
-        """Every instance id that holds a sub-range -> its first host id."""
-        block = self._current()
-        if block is None:
-            return {}
-        return {name: block[0] + index * SIZE for name, index in self._records().items()}
-
     def claim(self) -> tuple[int, int]:
         """The block (first id, count) of this installation, claimed now if it was not yet."""
         if self._block is not None:
@@ -160,7 +155,7 @@ class SubordinateRange:
         return block
 
     def _free_block(self) -> tuple[int, int]:
-        floor = max([_FLOOR, *(end for path in ("/etc/subuid", "/etc/subgid") for end in _ends(path))])
+        floor = max([_FLOOR, *(first + count for kind in ("uid", "gid") for _, first, count in delegated(kind))])
         first = -(-floor // SIZE) * SIZE
         claims = sorted(self._claims().items())
         for block, owner in claims:
@@ -340,13 +335,28 @@ def processes_of(base: int, count: int = SIZE) -> list[int]:
     return found
 
 
-def _ends(path: str) -> Iterator[int]:
+def own_names() -> list[str]:
+    """What files of the host call this user: its name, where it has one, and its number."""
+    number = os.geteuid()
+    with contextlib.suppress(KeyError):
+        return [pwd.getpwuid(number).pw_name, str(number)]
+    return [str(number)]
+
+
+def subordinate(kind: str, count: int = 1, *, etc: str = "/etc") -> int | None:
+    """The first `uid` or `gid` of a range of `count` or more that is delegated to this user, or None."""
+    names = own_names()
+    return next((first for name, first, size in delegated(kind, etc=etc) if name in names and size >= count), None)
+
+
+def delegated(kind: str, *, etc: str = "/etc") -> Iterator[tuple[str, int, int]]:
+    """(name or number of a user, first id, count) of every range of `uid`s or `gid`s that users of this host have been given."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(f"{etc}/sub{kind}", encoding="utf-8", errors="replace") as file:
             for line in file:
                 fields = line.strip().split(":")
-                if len(fields) == 3 and fields[1].isdigit() and fields[2].isdigit():
-                    yield int(fields[1]) + int(fields[2])
+                if len(fields) == 3 and fields[1].isdecimal() and fields[2].isdecimal():
+                    yield fields[0], int(fields[1]), int(fields[2])
     except OSError:
         return
 

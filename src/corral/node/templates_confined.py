@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import errno
 import os
-import pwd
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from corral.linux import userns
 from corral.linux.userns import SIZE
 from corral.node.templates_sealing import PROGRAM_PATH
 
@@ -74,8 +74,8 @@ def lack() -> Lack | None:
         return Lack("needs user namespaces", "allow them: sysctl kernel.unprivileged_userns_clone=1")
     if not (on_host("newuidmap") and on_host("newgidmap")):
         return Lack("needs newuidmap and newgidmap on the host", "install the package uidmap")
-    if None in (subordinate("uid"), subordinate("gid")):
-        who = _names()[0]
+    if None in (userns.subordinate("uid", SIZE), userns.subordinate("gid", SIZE)):
+        who = userns.own_names()[0]
         return Lack(
             f"needs a subordinate range of {SIZE} ids (/etc/subuid, /etc/subgid) for the user {who}",
             f"as root: usermod --add-subuids FIRST-LAST --add-subgids FIRST-LAST {who}, with {SIZE} ids that nobody has",
@@ -89,27 +89,6 @@ def sysctl(name: str) -> int | None:
         return int(Path("/proc/sys", name).read_bytes())
     except (OSError, ValueError):
         return None
-
-
-def subordinate(kind: str) -> int | None:
-    """The first `uid` or `gid` of a range of this user that is long enough, or None."""
-    names = _names()
-    try:
-        lines = Path(f"/etc/sub{kind}").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    for name, first, count in (parts for line in lines if len(parts := line.split(":")) == 3):
-        if name in names and first.isdigit() and count.strip().isdigit() and int(count) >= SIZE:
-            return int(first)
-    return None
-
-
-def _names() -> list[str]:
-    number = str(os.geteuid())
-    try:
-        return [pwd.getpwuid(os.geteuid()).pw_name, number]
-    except KeyError:
-        return [number]
 
 
 def begin(command: Sequence[str], tree: Path, base: int | None, env: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -149,7 +128,7 @@ def _as_root_of_own(words: Sequence[str], env: Mapping[str, str]) -> subprocess.
         if process.stdout.read(1) != "\n":
             raise OSError(errno.EPERM, f"user namespaces do not work here: {process.stderr.read().strip()}")
         for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
-            mapping = [f"new{kind}map", process.pid, 0, own, 1, OWN_BASE, subordinate(kind), SIZE]
+            mapping = [f"new{kind}map", process.pid, 0, own, 1, OWN_BASE, userns.subordinate(kind, SIZE), SIZE]
             done = subprocess.run([str(word) for word in mapping], env=env, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 raise OSError(errno.EPERM, f"new{kind}map: {done.stderr.strip()}")

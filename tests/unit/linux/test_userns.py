@@ -38,7 +38,6 @@ def test_live_instances_have_different_ranges_and_asking_again_changes_nothing(t
     assert first % SIZE == 0
     assert ids.allocate("ins_1") == first
     assert ids.find("ins_2") == second
-    assert ids.allocated() == {"ins_1": first, "ins_2": second}
 
 
 def test_a_range_is_used_again_only_after_release(tmp_path: Path) -> None:
@@ -65,7 +64,6 @@ def test_records_survive_the_process_that_made_them(tmp_path: Path) -> None:
 def test_nothing_is_claimed_by_looking(tmp_path: Path) -> None:
     ids = installation(tmp_path, "a")
     assert ids.find("ins_1") is None
-    assert ids.allocated() == {}
     ids.release("ins_1")
     assert not (tmp_path / "run").exists()
 
@@ -195,3 +193,27 @@ class TestAsRoot:
         assert len(names) == 16
         assert os.readlink("/proc/self/ns/user") not in names
         assert userns.processes_of(base) == []
+
+
+def test_a_delegated_range_is_this_users_by_name_or_number_and_long_enough(tmp_path: Path) -> None:
+    name, number = userns.own_names()[0], userns.own_names()[-1]
+    lines = [
+        "somebody:100000:65536",
+        f"{name}:1000",
+        f"{name}:x:65536",
+        f"{name}:\u00b2:65536",
+        "\xff",
+        f"{name}:200000:10",
+    ]
+    (tmp_path / "subuid").write_text("\n".join([*lines, f"{number}:300000:65536", f"{name}:400000:65536", ""]))
+    (tmp_path / "subgid").write_text("somebody:100000:65536\n")
+    assert list(userns.delegated("uid", etc=str(tmp_path))) == [
+        ("somebody", 100000, 65536),
+        (name, 200000, 10),
+        (number, 300000, 65536),
+        (name, 400000, 65536),
+    ]
+    assert userns.subordinate("uid", etc=str(tmp_path)) == 200000
+    assert userns.subordinate("uid", SIZE, etc=str(tmp_path)) == 300000
+    assert userns.subordinate("gid", etc=str(tmp_path)) is None
+    assert userns.subordinate("uid", etc=str(tmp_path / "none")) is None
