@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from corral.errors import CorralError
+from corral.linux import nsproc
 
 SIZE = 65536
 """Host ids per sandbox."""
@@ -327,7 +328,7 @@ def processes_of(base: int, count: int = SIZE) -> list[int]:
                 text = file.read()
         except OSError:
             continue
-        if b"\nState:\tZ" in text or b"\nState:\tX" in text:
+        if (b"\nState:\tZ" in text or b"\nState:\tX" in text) and not nsproc.runs(int(name)):
             continue
         _, _, rest = text.partition(b"\nUid:")
         if any(base <= int(uid) < base + count for uid in rest.split(b"\n", 1)[0].split()):

@@ -145,6 +145,40 @@ class TestAsRoot:
             cat.stdin.close()
         assert userns.processes_of(base) == []
 
+    def test_a_process_whose_first_thread_has_ended_still_holds_its_ids(self, tmp_path: Path) -> None:
+        program = """
+import ctypes, os, platform, sys, threading, time
+def last():
+    while open("/proc/self/stat").read().rpartition(")")[2].split()[0] != "Z": time.sleep(0.01)
+    print("ready", flush=True)
+    os.read(0, 1)
+    os._exit(0)
+number = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
+if number is None:
+    sys.exit()
+threading.Thread(target=last).start()
+ctypes.CDLL(None).syscall(number, 0)
+"""
+        base = installation(tmp_path, "a").allocate("ins_1")
+        python = next((p for p in ("/usr/bin/python3", "/usr/local/bin/python3") if os.path.exists(p)), None)
+        if python is None:
+            pytest.skip("needs a Python that another user can run")
+        with subprocess.Popen(
+            [python, "-I", "-S", "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            user=base,
+            group=base,
+            extra_groups=[],
+            cwd="/",
+        ) as child:
+            assert child.stdin is not None and child.stdout is not None
+            if child.stdout.readline() != b"ready\n":
+                pytest.skip("the number of the call is not known here")
+            assert userns.processes_of(base) == [child.pid]
+            child.stdin.close()
+        assert userns.processes_of(base) == []
+
     def test_the_default_block_lies_above_every_subordinate_range_in_use(self, tmp_path: Path) -> None:
         first, _ = installation(tmp_path, "a").claim()
         for path in ("/etc/subuid", "/etc/subgid"):
