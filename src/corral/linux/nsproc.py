@@ -28,6 +28,9 @@ _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
 _KCMP_FILES = 2
 _ENDED = (b"Z", b"X")
 _libc = ctypes.CDLL(None, use_errno=True)
+_LOCKED_IN = "/secretmem"
+_MEMORY_FILES = ("/memfd:", _LOCKED_IN)
+_MAPPED = tuple(b" " + word.encode() for word in _MEMORY_FILES)
 File = tuple[int, int]
 """Device and inode."""
 
@@ -36,7 +39,7 @@ File = tuple[int, int]
 class Totals:
     """Sums over all live processes of a sandbox at one moment.
 
-    `memory_bytes` is RSS, or PSS where RSS is large, and the memory files (`memfd_create`) that are open: those need not be mapped.
+    `memory_bytes` is RSS, or PSS where RSS is large, and the memory files (`memfd_create`, `memfd_secret`) that are open: those need not be mapped.
     RSS counts what is shared more than once, so it is never too small; PSS is never too large. Without `whole` not every open file
     could be looked at, and `memory_bytes` is a lower bound.
     """
@@ -259,14 +262,14 @@ def _add_mapped(place: str, mapped: dict[File, int], most: int) -> int:
         with open(f"{place}/maps", "rb") as file:
             text = file.read(most)
         read = len(text)
-        if b" /memfd:" not in text:
+        if not any(word in text for word in _MAPPED):
             return read
         with open(f"{place}/smaps", "rb") as file:
             text = file.read(most - read)
         read += len(text)
         current, share = None, 0
         for line in text.splitlines():
-            if b" /memfd:" in line:
+            if any(word in line for word in _MAPPED):
                 _, _, _, device, inode, _ = line.split(None, 5)
                 major, _, minor = device.partition(b":")
                 current = os.makedev(int(major, 16), int(minor, 16)), int(inode)
@@ -283,9 +286,12 @@ def _memory_files(pids: list[int]) -> tuple[dict[File, int], bool]:
     sizes: dict[File, int] = {}
 
     def look(name: str, table: int) -> None:
-        if os.readlink(name, dir_fd=table).startswith("/memfd:"):
+        link = os.readlink(name, dir_fd=table)
+        if link.startswith(_MEMORY_FILES):
             info = os.stat(name, dir_fd=table)
-            sizes[info.st_dev, info.st_ino] = info.st_blocks * 512
+            # Of a secret one the kernel does not tell how much of it is there.
+            size = info.st_size if link.startswith(_LOCKED_IN) else info.st_blocks * 512
+            sizes[info.st_dev, info.st_ino] = size
 
     whole = _look_at_open_files(pids, look)
     return sizes, whole

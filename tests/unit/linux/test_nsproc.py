@@ -221,6 +221,30 @@ sys.stdin.readline()
     assert 32 << 20 <= found.memory_bytes < 52 << 20
 
 
+def test_a_secret_memory_file_counts_mapped_or_not_and_once() -> None:
+    program = """
+made = []
+for number in range(24):
+    file = ctypes.CDLL(None).syscall(447, 0)
+    if file < 0: break
+    made.append(file)
+    os.ftruncate(file, 1 << 20)
+    shown = mmap.mmap(file, 1 << 20)
+    for at in range(0, len(shown), 4096): shown[at] = 1
+    if number < 20: shown.close()
+    else: made.append(shown)
+print("ready", flush=True)
+print(len(made), flush=True)
+sys.stdin.readline()
+"""
+    with running(program) as child:
+        assert child.stdout
+        if int(child.stdout.readline()) < 24:
+            pytest.skip("the kernel has no secret memory, or no more for this user")
+        found = nsproc.totals([child.pid], pss_above=0)
+    assert 24 << 20 <= found.memory_bytes < 40 << 20
+
+
 HOLD = """
 gone = os.open("gone", os.O_RDWR | os.O_CREAT)
 os.write(gone, bytes(16 << 20)); os.fsync(gone)
