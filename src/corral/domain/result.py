@@ -199,7 +199,7 @@ def _reason(facts: ExecFacts, limits: Limits, modes: LimitModes, cwd: str | None
     if failed and facts.tmp_full:
         return "disk_full", f"/tmp is full ({format_bytes(limits.tmp_bytes)}); write to /workspace, or ask for more tmp"  # noqa: S108
     if failed and facts.ended_by == "disk_unseen":
-        return "disk_full", _unseen(format_bytes(limits.disk_bytes), "disk")
+        return "disk_full", _unseen(format_bytes(limits.disk_bytes), "disk", modes)
     if failed and (facts.disk_full or facts.ended_by == "disk_watch"):
         size = format_bytes(limits.disk_bytes)
         verb = "killed: exceeded" if facts.ended_by == "disk_watch" else "the disk is full: limit"
@@ -293,17 +293,17 @@ def _watched(modes: LimitModes, name: str) -> str:
     return f" (this limit is watched, not enforced{': ' + more if more else ''})"
 
 
-def _unseen(size: str, what: str) -> str:
+def _unseen(size: str, what: str, modes: LimitModes) -> str:
     return (
         f"killed: more files are open in the sandbox than can be looked at, so its {what} cannot be seen to stay within {size}; "
-        "open fewer files, in fewer processes (this limit is watched, not enforced)"
+        f"open fewer files, in fewer processes{_watched(modes, what)}"
     )
 
 
 def _oom_hint(facts: ExecFacts, limits: Limits, modes: LimitModes) -> str:
     size = format_bytes(limits.memory_bytes)
     if facts.ended_by == "memory_unseen":
-        return _unseen(size, "memory")
+        return _unseen(size, "memory", modes)
     advice = f"reduce memory or ask for a larger class{_watched(modes, 'memory')}"
     if (facts.sandbox_lost or facts.guest_lost) and facts.exit_code is None and facts.signal is None:
         return f"killed: exceeded {size}, and the whole sandbox ended with it; {advice}"
