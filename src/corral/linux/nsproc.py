@@ -300,7 +300,8 @@ def _memory_files(pids: list[int]) -> tuple[dict[File, int], bool]:
 def _look_at_open_files(pids: list[int], look: Callable[[str, int], None]) -> bool:
     """Give every open file of these processes to `look`, by its name in an open directory; -> whether that was all of them.
 
-    More than `MOST_OPEN` are too many to see, and so is a process that cannot be looked into: a watched limit must not take it for empty.
+    More than `MOST_OPEN` are too many to see: a watched limit must not take the others for empty. A process that is not dumpable shows its
+    files to root only: to an ordinary user that is so of every guest and supervisor, so it cannot be held against a program.
     """
     left, whole = MOST_OPEN, True
     for pid in pids:
@@ -327,6 +328,8 @@ def _look_at_open_files(pids: list[int], look: Callable[[str, int], None]) -> bo
                             pass
                 finally:
                     os.close(table)
+            except PermissionError:
+                continue
             except (FileNotFoundError, ProcessLookupError):
                 whole = whole and not (shared and runs(pid))
             except OSError:

@@ -286,6 +286,13 @@ def test_a_process_that_cannot_be_looked_into_is_not_taken_for_empty(monkeypatch
     assert not nsproc.unlinked([os.getpid()], 0).whole
 
 
+def test_a_process_that_is_not_dumpable_as_every_guest_is_nothing_unseen() -> None:
+    program = "assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0\nprint('ready', flush=True)\nsys.stdin.readline()\n"
+    with running(program) as child:
+        assert nsproc.totals([os.getpid(), child.pid], pss_above=0).whole
+        assert nsproc.unlinked([os.getpid(), child.pid], 0).whole
+
+
 def test_a_process_that_has_ended_is_nothing_unseen() -> None:
     with subprocess.Popen(["true"]) as child:
         child.wait()
