@@ -201,7 +201,7 @@ class Owner:
         self._closed = True
         _open.discard(self)
         try:
-            self._call(self._stop(), timeout=self._settings.delays["drain_s"] + 10.0)
+            self._call(self._stop(), timeout=self._stop_s())
         except (TimeoutError, CorralError, RuntimeError) as error:
             print(f"corral: the service did not stop cleanly: {error!r}", file=sys.stderr)
         finally:
@@ -210,6 +210,12 @@ class Owner:
             for step in self.release:
                 step()
             self.release.clear()
+
+    def _stop_s(self) -> float:
+        """How long a stop may take: runs that nobody waits for and the last things have `drain_s` each, then the node lets go."""
+        from corral.node.snapshots import CLOSE_S
+
+        return 2 * self._settings.delays["drain_s"] + CLOSE_S + 10.0
 
     async def _stop(self) -> None:
         if self._listener is not None:

@@ -129,14 +129,18 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
                 )
 
     async def close(self) -> None:
-        await self._await_saves()
-        bodies = list(self._bodies.values())
-        for job in list(self._execs.values()):
-            self._note_running(job)
-        await asyncio.gather(*(body.let_go() for body in bodies), return_exceptions=True)
-        self._bodies.clear()
-        self._execs.clear()
-        self._journal.close()
+        try:
+            await self._end_saves()
+        finally:
+            try:
+                bodies = list(self._bodies.values())
+                for job in list(self._execs.values()):
+                    self._note_running(job)
+                await asyncio.gather(*(body.let_go() for body in bodies), return_exceptions=True)
+            finally:
+                self._bodies.clear()
+                self._execs.clear()
+                self._journal.close()
 
     async def _adopt(self, entry: InstanceEntry, execs: list[ExecEntry]) -> None:
         runtime = self._runtimes.get(entry.data["runtime"])

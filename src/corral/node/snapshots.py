@@ -39,8 +39,10 @@ PARTIAL = "snapshot.partial"
 FORMAT = 3
 WAKE_S = 20.0
 """How long the instance of a snapshot that failed may take to show that it is still of use."""
-SAVE_S = 60.0
-"""How long a node that closes waits for a snapshot that is being written."""
+SAVE_S, END_S = 10.0, 3.0
+"""How long a node that closes waits for snapshots, and then for the end of those that are still being written."""
+CLOSE_S = SAVE_S + END_S + 2.0
+"""What an owner gives a node to close: a checkpoint may take longer than anybody waits for an owner."""
 _IN_MEMORY = ("memory_bytes", "cpu", "pids", "disk_bytes", "inodes", "tmp_bytes", "open_files")
 """Limits that an instance is born with: of the sandbox, not of an exec."""
 
@@ -180,8 +182,12 @@ class MemorySnapshots(ABC):
     _journal: Journal
     _probes: Probes
     _saves: set[asyncio.Task[Any]]
-    _writing: dict[str, asyncio.Future[None]]
-    """Of each instance whose snapshot is being written: its end."""
+    _writing: dict[str, _Save]
+    """By instance: those that are being written."""
+    _closing = False
+    """None begins any more."""
+    _cut = False
+    """None is taken back any more: that is for the next node."""
     _lost: asyncio.Queue[str]
 
     @abstractmethod
@@ -201,6 +207,8 @@ class MemorySnapshots(ABC):
         return cast("SupportsMemorySnapshot", runtime)
 
     async def checkpoint_instance(self, instance_id: str, fence: Fence, into: str) -> Evidence:
+        if self._closing:
+            raise CorralError("shutting_down", "the node is closing")
         body = self._alive(instance_id)
         self._check_fence(body, fence)
         body.reserve()  # before anything is awaited: nothing can begin between this look and the guest's own
@@ -212,6 +220,8 @@ class MemorySnapshots(ABC):
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
+            if self._cut:
+                raise CorralError("shutting_down", "the node closed before the snapshot was whole") from None
             if save.writing is None:
                 task.cancel()
                 await asyncio.wait({task})
@@ -245,13 +255,14 @@ class MemorySnapshots(ABC):
             body.leaving = True
             self._journal.set_instance(instance_id, state="condemned")
             faults.point("node.checkpoint.condemned")
-            save.writing = self._writing[instance_id] = asyncio.ensure_future(
-                _write(runtime, body, save.into, snapshot)
-            )
+            save.writing = asyncio.ensure_future(_write(runtime, body, save.into, snapshot))
+            self._writing[instance_id] = save
             save.writing.add_done_callback(lambda _: self._writing.pop(instance_id, None))
             await asyncio.shield(save.writing)
             faults.point("node.checkpoint.written")
         except BaseException:
+            if self._cut:
+                raise
             back = asyncio.create_task(self._take_back(save))  # whole, whoever goes away meanwhile
             self._saves.add(back)
             back.add_done_callback(self._saves.discard)
@@ -348,13 +359,25 @@ class MemorySnapshots(ABC):
 
     async def _await_writing(self, instance_id: str) -> None:
         """Nothing writes below a snapshot's directory any more: what there is of it now can be told, and removed."""
-        if (writing := self._writing.get(instance_id)) is not None:
-            await asyncio.wait({writing})
+        save = self._writing.get(instance_id)
+        if save is not None and save.writing is not None:
+            await asyncio.wait({save.writing})
 
-    async def _await_saves(self) -> None:
-        """Before the node closes: a snapshot that is being written shall be whole."""
+    async def _end_saves(self) -> None:
+        """The node closes: none begins any more. What is whole in time is a snapshot; of the rest the next node finds what is noted.
+
+        An instance whose memory is still being written is ended, or its files would go on growing when nobody can make them whole.
+        """
+        self._closing = True
         if self._saves:
             await asyncio.wait(set(self._saves), timeout=SAVE_S)
+        if ends := {asyncio.create_task(_end(save.body)) for save in self._writing.values()}:
+            await asyncio.wait(ends | self._saves, timeout=END_S)
+        self._cut = True
+        for task in (rest := set(self._saves)):
+            task.cancel()
+        if rest:
+            await asyncio.wait(rest)
 
 
 @dataclass
@@ -377,6 +400,11 @@ async def _quiesce(body: Body, fence: Fence) -> None:
         if error.code != "illegal_transition":
             raise
         raise CorralError("illegal_transition", error.detail, retryable=True) from error
+
+
+async def _end(body: Body) -> None:
+    with contextlib.suppress(CorralError, OSError):
+        await body.runtime.kill(body.ref)
 
 
 async def _write(runtime: SupportsMemorySnapshot, body: Body, into: str, snapshot: Snapshot) -> None:

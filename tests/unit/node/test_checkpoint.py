@@ -37,6 +37,7 @@ class Holding(FakeRuntime):
         self.failure: BaseException | None = None
         self.ends = False
         self.indestructible = False
+        self.on_kill: Callable[[], None] = lambda: None
 
     async def checkpoint(self, ref: InstanceRef, into: str) -> None:
         Path(into, "memory.part").touch()
@@ -48,6 +49,10 @@ class Holding(FakeRuntime):
             raise self.failure
         os.unlink(Path(into, "memory.part"))
         await super().checkpoint(ref, into)
+
+    async def kill(self, ref: InstanceRef) -> None:
+        await super().kill(ref)
+        self.on_kill()
 
     async def destroy(self, ref: InstanceRef) -> Evidence:
         if self.indestructible:
@@ -300,7 +305,10 @@ async def test_an_instance_that_cannot_be_removed_after_its_snapshot_failed_is_t
     assert not (tmp_path / "image").exists()
 
 
-async def test_who_goes_away_while_the_memory_is_written_leaves_a_whole_snapshot(saving: Bench, tmp_path: Path) -> None:
+async def test_who_goes_away_while_the_memory_is_written_leaves_a_whole_snapshot(
+    saving: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SAVE_S", 60.0)
     instance = await saving.create()
     runtime = holding(saving)
     runtime.go.clear()
@@ -332,6 +340,52 @@ async def test_a_destruction_in_the_middle_wins_and_leaves_no_file(saving: Bench
     await refused(call, "infra_error")
     assert (await destroying).clean
     assert not image.exists() and await saving.node.instances() == []
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+async def test_a_node_that_closes_ends_what_takes_too_long_and_lets_go(
+    saving: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obeys: bool
+) -> None:
+    monkeypatch.setattr(snapshots, "SAVE_S", 0.05)
+    monkeypatch.setattr(snapshots, "END_S", 60.0 if obeys else 0.05)
+    instance, other = await saving.create(), await saving.create()
+    runtime, node, image = holding(saving), saving.node, tmp_path / "image"
+    image.mkdir()
+    runtime.go.clear()
+    if obeys:
+        runtime.failure = CorralError("infra_error", "it was killed")
+        runtime.on_kill = runtime.go.set
+    call = asyncio.create_task(node.checkpoint_instance(instance, FENCE, str(image)))
+    await runtime.begun.wait()
+    closing = asyncio.create_task(node.close())
+    await asyncio.sleep(0)
+    await refused(node.checkpoint_instance(other, FENCE, str(tmp_path / "other")), "shutting_down")
+    await asyncio.wait_for(closing, 60)
+    await refused(call, "infra_error" if obeys else "shutting_down")
+    assert not node._saves
+    assert node._journal._db is None
+    runtime.go.set()
+    await saving.start()
+    assert await saving.node.instances() == [other]
+    assert os.listdir(image) == []
+    await goes_on(saving, other)
+
+
+async def test_a_node_whose_owner_waits_no_longer_lets_go_all_the_same(saving: Bench, tmp_path: Path) -> None:
+    instance = await saving.create()
+    runtime, node = holding(saving), saving.node
+    runtime.go.clear()
+    call = asyncio.create_task(node.checkpoint_instance(instance, FENCE, str(tmp_path / "image")))
+    await runtime.begun.wait()
+    closing = asyncio.create_task(node.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert node._journal._db is None and not node._bodies
+    runtime.go.set()
+    await asyncio.gather(call, return_exceptions=True)
+    await saving.start()
 
 
 @pytest.mark.parametrize("whole", [True, False])
