@@ -249,6 +249,7 @@ class MemorySnapshots(ABC):
             begin(save.into, instance_id)
             faults.point("node.checkpoint.begun")
             save.quieting = asyncio.ensure_future(_quiesce(body, save.fence))
+            save.quieting.add_done_callback(_seen)
             await asyncio.shield(save.quieting)
             faults.point("node.checkpoint.quiet")
             self._still(body)
@@ -257,6 +258,7 @@ class MemorySnapshots(ABC):
             faults.point("node.checkpoint.condemned")
             save.writing = asyncio.ensure_future(_write(runtime, body, save.into, snapshot))
             self._writing[instance_id] = save
+            save.writing.add_done_callback(_seen)
             save.writing.add_done_callback(lambda _: self._writing.pop(instance_id, None))
             await asyncio.shield(save.writing)
             faults.point("node.checkpoint.written")
@@ -390,6 +392,11 @@ class _Save:
     quieting: asyncio.Future[None] | None = None
     """The guest's being quiet, from when it was asked."""
     writing: asyncio.Future[None] | None = None
+
+
+def _seen(part: asyncio.Future[None]) -> None:
+    if not part.cancelled():
+        part.exception()  # where nobody waits for it any more, it is nobody's news
 
 
 async def _quiesce(body: Body, fence: Fence) -> None:
