@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import platform
@@ -26,6 +27,7 @@ _MAPPINGS_BYTES = 16 << 20
 """Of lists of mappings that one look reads: about twenty thousand of them. What is not read is not taken off, so nothing hides there."""
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
 _KCMP_FILES = 2
+_PIDFD_GETFD = 438
 _ENDED = (b"Z", b"X")
 _libc = ctypes.CDLL(None, use_errno=True)
 _LOCKED_IN = "/secretmem"
@@ -300,8 +302,7 @@ def _memory_files(pids: list[int]) -> tuple[dict[File, int], bool]:
 def _look_at_open_files(pids: list[int], look: Callable[[str, int], None]) -> bool:
     """Give every open file of these processes to `look`, by its name in an open directory; -> whether that was all of them.
 
-    More than `MOST_OPEN` are too many to see: a watched limit must not take the others for empty. A process that is not dumpable shows its
-    files to root only: to an ordinary user that is so of every guest and supervisor, so it cannot be held against a program.
+    More than `MOST_OPEN` are too many to see: a watched limit must not take the others for none.
     """
     left, whole = MOST_OPEN, True
     for pid in pids:
@@ -315,26 +316,60 @@ def _look_at_open_files(pids: list[int], look: Callable[[str, int], None]) -> bo
             continue
         for thread, shared in tables.items():
             try:
-                table = os.open(f"/proc/{pid}/task/{thread}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    names = os.listdir(table)
-                    left -= len(names)
-                    if left < 0:
-                        return False
-                    for name in names:
-                        try:  # thousands of them: `suppress` would take as long as the call
-                            look(name, table)
-                        except OSError:
-                            pass
-                finally:
-                    os.close(table)
+                names = os.listdir(f"/proc/{pid}/task/{thread}/fdinfo")
+                left -= len(names)
+                if left < 0:
+                    return False
+                if names:
+                    _look_at_table(pid, thread, names, look)
             except PermissionError:
-                continue
+                continue  # no program of a sandbox can forbid it, so it is the host that does, of all of them
             except (FileNotFoundError, ProcessLookupError):
                 whole = whole and not (shared and runs(pid))
             except OSError:
                 whole = False
     return whole
+
+
+def _look_at_table(pid: int, thread: int, names: list[str], look: Callable[[str, int], None]) -> None:
+    try:
+        table = os.open(f"/proc/{pid}/task/{thread}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        # Of a process that is not dumpable, which any can become at will, that is root's alone.
+        _look_at_copies(pid, thread, names, look)
+        return
+    try:
+        for name in names:
+            try:  # thousands of them: `suppress` would take as long as the call
+                look(name, table)
+            except OSError:  # closed meanwhile
+                pass
+    finally:
+        os.close(table)
+
+
+def _look_at_copies(pid: int, thread: int, names: list[str], look: Callable[[str, int], None]) -> None:
+    """The same with copies of its descriptors, each for a moment: who may trace the process may have them, where the host lets anybody."""
+    process = os.pidfd_open(thread, 0 if thread == pid else os.O_EXCL)  # of a thread: Linux 6.9
+    try:
+        own = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for name in names:
+                copy = _libc.syscall(_PIDFD_GETFD, process, int(name), 0)
+                if copy < 0:
+                    if (error := ctypes.get_errno()) in (errno.EBADF, errno.ESRCH):
+                        continue  # closed meanwhile
+                    raise OSError(error, os.strerror(error))  # PermissionError where the host has none copied
+                try:
+                    look(str(copy), own)
+                except OSError:
+                    pass
+                finally:
+                    os.close(copy)
+        finally:
+            os.close(own)
+    finally:
+        os.close(process)
 
 
 def _tables(pid: int) -> tuple[dict[int, bool], int]:

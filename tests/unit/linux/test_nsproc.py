@@ -315,6 +315,53 @@ threading.Thread(target=apart).start()
     assert held.memory_bytes >= 32 << 20 and files.bytes >= 16 << 20
 
 
+def test_a_process_that_makes_itself_not_dumpable_hides_nothing_of_it(tmp_path: Path) -> None:
+    bwrap = shutil.which("bwrap")
+    python = next((p for p in ("/usr/bin/python3", "/usr/local/bin/python3") if os.path.exists(p)), None)
+    if bwrap is None or python is None:
+        pytest.skip("needs bwrap and a Python of the system")
+    program = f"""
+import ctypes, os, sys
+os.chdir("/work")
+{HOLD.strip()}
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+print("ready", flush=True)
+os.read(0, 1)
+"""
+    # Its root is not this user, as in a sandbox: what is root's there is nobody's here.
+    apart = [bwrap, "--unshare-user", "--unshare-pid", "--uid", "1000", "--gid", "1000", "--as-pid-1"]
+    view = [
+        "--ro-bind",
+        "/",
+        "/",
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+        "--tmpfs",
+        "/tmp",
+        "--bind",
+        str(tmp_path),
+        "/work",
+    ]
+    with subprocess.Popen(
+        [*apart, *view, python, "-I", "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdin and child.stdout
+        try:
+            if child.stdout.readline() != b"ready\n":
+                pytest.skip("bwrap does not work here")
+            assert child.stdout.readline() == b"ready\n"
+            (inner,) = children(child.pid)
+            own = sorted(os.listdir("/proc/self/fd"))
+            held, files = nsproc.totals([inner]), nsproc.unlinked([inner], tmp_path.stat().st_dev)
+            assert sorted(os.listdir("/proc/self/fd")) == own, "no copy is kept"
+        finally:
+            child.stdin.close()
+    assert held.whole and held.memory_bytes >= 32 << 20
+    assert files.whole and files.bytes >= 16 << 20
+
+
 def test_threads_that_share_their_files_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nsproc, "MOST_OPEN", 200)
     program = """
