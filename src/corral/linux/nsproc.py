@@ -234,7 +234,7 @@ def _proportional(places: Iterable[str], files: dict[File, int]) -> int:
     for place in places:
         shared_out = _pss(place)
         memory += _rss(place) if shared_out is None else shared_out
-        if files and shared_out is not None:
+        if files and shared_out is not None and to_read > 0:
             to_read -= _add_mapped(place, mapped, to_read)
     return memory + sum(max(0, size - mapped[file]) for file, size in files.items())
 
@@ -266,20 +266,21 @@ def _add_mapped(place: str, mapped: dict[File, int], most: int) -> int:
         read = len(text)
         if not any(word in text for word in _MAPPED):
             return read
-        with open(f"{place}/smaps", "rb") as file:
-            text = file.read(most - read)
-        read += len(text)
         current, share = None, 0
-        for line in text.splitlines():
-            if any(word in line for word in _MAPPED):
-                _, _, _, device, inode, _ = line.split(None, 5)
-                major, _, minor = device.partition(b":")
-                current = os.makedev(int(major, 16), int(minor, 16)), int(inode)
-            elif current in mapped and line.startswith(b"Pss:"):
-                share = int(line.split()[1]) * 1024
-            elif current in mapped and line.startswith(b"Anonymous:"):
-                mapped[current] += max(0, share - int(line.split()[1]) * 1024)
-                current = None
+        with open(f"{place}/smaps", "rb") as file:
+            for line in file:
+                read += len(line)
+                if read > most:
+                    break
+                if b" /" in line and any(word in line for word in _MAPPED):
+                    _, _, _, device, inode, _ = line.split(None, 5)
+                    major, _, minor = device.partition(b":")
+                    current = os.makedev(int(major, 16), int(minor, 16)), int(inode)
+                elif current in mapped and line.startswith(b"Pss:"):
+                    share = int(line.split()[1]) * 1024
+                elif current in mapped and line.startswith(b"Anonymous:"):
+                    mapped[current] += max(0, share - int(line.split()[1]) * 1024)
+                    current = None
     return read
 
 
