@@ -316,6 +316,9 @@ class MemorySnapshots(ABC):
             return True
         # A guest that writes its files out hears nothing until that is done; how long it may take the call itself knows.
         await asyncio.wait({save.quieting})
+        error = None if save.quieting.cancelled() else save.quieting.exception()
+        if isinstance(error, CorralError) and error.code == "lease_lost":
+            return body.destroying is None and not body.gone.is_set()  # it did not listen, and is as it was
         try:
             async with asyncio.timeout(WAKE_S):
                 if await body.runtime.attach(body.ref) is None:
@@ -334,21 +337,12 @@ class MemorySnapshots(ABC):
         """End the quiet of a guest whose memory was not saved: it is who it was. `fence` is the last that it may have heard of."""
         instance_id = body.instance_id
         sandbox_id = self._journal.instances[instance_id].data["sandbox_id"]
-        for last in (False, True):
-            client = await body.client()
-            # Every call may have raised the guest's floor above ours: with less it does not listen.
-            floor = max(body.floor, client.hello.floor, fence)
-            if floor > body.floor:
-                self._journal.set_instance(instance_id, floor=floor)
-            try:
-                await client.identify(
-                    sandbox_id, floor, now=time.time(), entropy=os.urandom(32), instance_id=instance_id
-                )
-                return
-            except CorralError as error:
-                if last or error.code != "lease_lost":
-                    raise
-            await client.close()  # a new connection begins with the floor of now
+        client = await body.client()
+        # Every call may have raised the guest's floor above ours: with less it does not listen.
+        floor = max(body.floor, client.hello.floor, fence)
+        if floor > body.floor:
+            self._journal.set_instance(instance_id, floor=floor)
+        await client.identify(sandbox_id, floor, now=time.time(), entropy=os.urandom(32), instance_id=instance_id)
 
     async def _forget_save(self, instance_id: str) -> None:
         """No snapshot is being made of it any more: what there was of one goes."""

@@ -225,14 +225,17 @@ async def test_a_guest_that_heard_of_a_newer_lease_goes_on_with_that(saving: Ben
     await refused(saving.node.extend_deadline(instance, FENCE, 300.0), "lease_lost")
 
 
-async def test_a_snapshot_by_an_older_lease_than_the_guest_knows_of_changes_nothing(
-    saving: Bench, tmp_path: Path
+async def test_a_snapshot_by_a_lease_that_the_guest_refuses_changes_nothing(
+    saving: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instance = await saving.create()
     newer = Fence(1, 7)
     await saving.node.extend_deadline(instance, newer, 300.0)
+    client = await saving.node._bodies[instance].client()
+    monkeypatch.setattr(client, "identify", None)  # it is who it was
     await refused(saving.node.checkpoint_instance(instance, FENCE, str(tmp_path / "image")), "lease_lost")
     assert not (tmp_path / "image").exists()
+    assert saving.node._bodies[instance].floor == FENCE
     await goes_on(saving, instance, newer)
 
 
