@@ -17,7 +17,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +261,42 @@ async def test_out_of_memory_is_told_from_a_plain_kill(host: Host) -> None:
     assert facts.usage.peak_memory_bytes is not None
     if held == "enforced":
         assert 60 * MIB < facts.usage.peak_memory_bytes < 120 * MIB
+
+
+CROWD = """
+import os, resource, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (16384, 16384))
+null = os.open("/dev/null", os.O_RDONLY)
+ready, done = os.pipe()
+for _ in range({processes}):
+    if os.fork() == 0:
+        for _ in range({files}): os.dup(null)
+        os.write(done, b".")
+        time.sleep(1000)
+for _ in range({processes}): os.read(ready, 1)
+print("open", flush=True)
+if os.fork() == 0:
+    for _ in range({memory_files}):
+        held = os.memfd_create("held")
+        for _ in range(32): os.write(held, bytes(1 << 20))
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("crowd", "ended_by"),
+    [
+        ({"processes": 2, "files": 10_001, "memory_files": 9}, "memory_watch"),
+        ({"processes": 3, "files": 16_000, "memory_files": 1}, "memory_unseen"),
+    ],
+)
+async def test_a_crowd_of_open_files_hides_no_memory(host: Host, crowd: dict[str, int], ended_by: str) -> None:
+    if (await modes(host)).memory != "watched":
+        pytest.skip("the kernel counts it")
+    ins = await host.create(replace(SMALL, wall_s=300))
+    facts, out, err = await host.python(ins, CROWD.format(**crowd))
+    assert (out, err, facts.ended_by) == (b"open\n", b"", ended_by)
+    assert (await host.sh(ins, "echo still of use"))[1] == b"still of use\n"
 
 
 STUBBORN = r"""
