@@ -176,6 +176,10 @@ class Owner:
             for _ in range(10):  # who had connected before is served
                 await asyncio.sleep(0)
             if set(self._transfers()) <= stalled:
+                for (
+                    application
+                ) in self._applications:  # in the same turn of the loop: a kept connection may bring the next one
+                    application.transfers_over = True
                 return
             _show_socket(self._settings.state_dir)
 

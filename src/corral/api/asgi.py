@@ -55,6 +55,8 @@ class Application:
         """Those that are under way."""
         self.transfers: dict[asyncio.Task[Any], int] = {}
         """Those of them that carry bytes which no client can ask for again from the middle; -> blocks so far."""
+        self.transfers_over = False
+        """Set by who has seen the last one end and stops now: none begins any more, the caller is sent to the next owner."""
         self._held = 0
         self._turns = Turns()
 
@@ -84,8 +86,13 @@ class Application:
         reply = await self._reply(request, receive)
         if reply is None:
             return
-        if reply.raw is not None and request.query.get("follow", "false") in ("false", "0"):
-            reply = replace(reply, raw=self._transfer(reply.raw))
+        raw = reply.raw
+        if raw is not None and request.query.get("follow", "false") in ("false", "0"):
+            if self.transfers_over:
+                await _close(raw)
+                reply = _problem(_stopping(), close=True)
+            else:
+                reply = replace(reply, raw=self._transfer(raw))
         await _answer(reply, receive, send, head, self._turns)
 
     def _transfer(self, blocks: bytes | AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -100,9 +107,7 @@ class Application:
                     self.transfers[task] = self.transfers.get(task, 0) + 1
                     yield block
             finally:
-                close = getattr(blocks, "aclose", None)
-                if close is not None:
-                    await close()
+                await _close(blocks)
 
         return counted()
 
@@ -134,6 +139,8 @@ class Application:
     async def _reply(self, request: Request, receive: Receive) -> Reply | None:
         """The answer; None when the client went away, which ends the waiting, not the work."""
         if request.method in STREAMED:
+            if self.transfers_over:
+                return _problem(_stopping(), close=True)
             reply = await dispatch(self._services, replace(request, body=self._transfer(request.body)))
             if isinstance(request.body, _Body) and not request.body.over:  # refused in the middle
                 await _drain(receive)
@@ -178,6 +185,10 @@ async def _counted(body: bytes | AsyncIterator[bytes], hold: Callable[[int], Non
     async for block in body:
         hold(len(block))
         yield block
+
+
+def _stopping() -> CorralError:
+    return CorralError("shutting_down", "the service is stopping")
 
 
 def _slow(seconds: float) -> CorralError:

@@ -12,6 +12,7 @@ import pytest
 
 from corral.api import asgi, server, websocket
 from corral.api.asgi import Application
+from corral.api.calls import Reply
 from corral.api.keys import AdminKey
 from corral.errors import CorralError
 
@@ -37,11 +38,16 @@ class Services:
 
 
 @pytest.fixture
-async def port() -> AsyncIterator[int]:
-    """A server over services that know nothing."""
+def application() -> Application:
+    """Over services that know nothing."""
+    return Application(Services(), AdminKey.of(KEY))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def port(application: Any) -> AsyncIterator[int]:
+    """A server of the application."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
-    application: Any = Application(Services(), AdminKey.of(KEY))  # type: ignore[arg-type]
     made = server.make_server(application)
     task = asyncio.ensure_future(made.serve(sockets=[listener]))
     yield listener.getsockname()[1]
@@ -183,3 +189,36 @@ async def test_a_message_cannot_name_what_is_counted_as_input() -> None:
     assert closed.value.code is None
     assert connection._inbox.get_nowait() == {"type": "ping"}
     assert connection._inbox.get_nowait()["data"] == b"a"
+
+
+async def test_once_the_last_transfer_has_ended_a_kept_connection_begins_no_other(
+    port: int, application: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client would lose the bytes in the middle; as it is, it asks the next owner for all of them."""
+    begun: list[str] = []
+
+    async def blocks() -> AsyncIterator[bytes]:
+        begun.append("download")
+        yield b"content"
+
+    async def dispatch(_: Any, request: Any) -> Reply:
+        if request.method == "PUT":
+            begun.append("upload")
+            return Reply(200, {})
+        return Reply(200, raw=blocks(), headers={"Content-Length": "7"})
+
+    monkeypatch.setattr(asgi, "dispatch", dispatch)
+    get = ASK.replace(b"/openapi.json", b"/v1/sandboxes/sbx_1/files") + b"\r\n"
+    put = get.replace(b"GET", b"PUT").replace(b"\r\n\r\n", b"\r\nContent-Length: 1\r\n\r\nx")
+    for over in (get, put):
+        application.transfers_over = False
+        begun.clear()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(get)
+        assert (await said(reader))[::2] == (200, b"content")
+        application.transfers_over = True
+        writer.write(over)
+        status, fields, body = await said(reader)
+        assert (status, json.loads(body)["code"], fields["connection"]) == (503, "shutting_down", "close")
+        assert begun == ["download"] and application.transfers == {}
+        writer.close()
