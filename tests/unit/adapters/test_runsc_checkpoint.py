@@ -177,3 +177,19 @@ def test_a_checkpoint_that_fails_keeps_no_half_memory(
     assert mounts.mounts_below(f"{saving.ref.directory}/m/saved") == []
     saving.checkpoint(a_memory, monkeypatch)  # and does not stand in the way of the next
     assert sorted(os.listdir(saving.into)) == ["checkpoint.img", "disk.img"]
+
+
+@pytest.mark.parametrize("planted", ["link", "pipe", "directory"])
+def test_what_a_sandbox_lays_in_place_of_a_record_is_neither_followed_nor_waited_for(
+    tmp_path: Path, planted: str
+) -> None:
+    secret, record = tmp_path / "secret", tmp_path / "pid"
+    secret.write_text("17")
+    {
+        "link": lambda: record.symlink_to(secret),
+        "pipe": lambda: os.mkfifo(record),
+        "directory": record.mkdir,
+    }[planted]()
+    with pytest.raises((OSError, ValueError)):
+        runsc._record(str(record))
+    assert runsc._record(str(secret)) == "17"

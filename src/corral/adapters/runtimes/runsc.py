@@ -46,6 +46,7 @@ _PROBE_FORMAT = 1
 _CHECKPOINT_S = 120.0
 _PROBE_MEMORY = 256 * MIB
 _DISK = "disk.img"
+_RECORD_BYTES = 1024 * 1024
 _WITH_THE_NODE = {"output": "enforced", "wall": "enforced"}
 _IN_TREE = {"workspace": "workspace", "home": "home/sandbox", "var_tmp": "var/tmp"}
 """Directory of the disk -> where it appears."""
@@ -197,12 +198,10 @@ class RunscRuntime(_adapter.Freezing):
         records = f"{place}/{_runsc.RECORDS}"
         pids: list[int | None] = []
         with contextlib.suppress(OSError, ValueError):
-            with open(f"{records}/pid", encoding="ascii") as file:
-                pids.append(int(file.read().strip()))
+            pids.append(int(_record(f"{records}/pid").strip()))
             for name in os.listdir(records):
                 if name.endswith(".state"):
-                    with open(f"{records}/{name}", encoding="utf-8") as file:
-                        pids.append(_runsc.gofer_pid(file.read()))
+                    pids.append(_runsc.gofer_pid(_record(f"{records}/{name}")))
         members = group.procs()
         found = [ref for pid in pids if pid in members and (ref := process.ref_of(pid)) and process.is_alive(ref)]
         if len(found) != 2:
@@ -377,6 +376,15 @@ def _start(command: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, env={"PATH": _instance.PATH}, cwd="/", start_new_session=True
     )
+
+
+def _record(path: str) -> str:
+    """A file of the directory that belongs to the sandbox's own ids: no link is followed, no pipe waited for. OSError or ValueError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, encoding="utf-8") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError(f"{path} is no file")
+        return file.read(_RECORD_BYTES)
 
 
 def _hand_over(saved: str, into: str) -> None:
