@@ -47,6 +47,7 @@ CODES: dict[str, Code] = {
     "illegal_transition": Code(409, 125, False, "The state does not allow this"),
     "cancelled": Code(409, 130, False, "The call was stopped"),
     "lease_lost": Code(409, 125, False, "The lease is no longer held"),
+    "superseded": Code(409, 125, True, "Another worker has taken this over"),
     "lease_held": Code(409, 125, True, "Another owner holds the lease"),
     "cursor_gone": Code(410, 125, False, "The output before the spool's start is gone"),
     "sandbox_deleted": Code(410, 125, False, "The sandbox was deleted"),
@@ -66,6 +67,9 @@ CODES: dict[str, Code] = {
     "guest_lost": Code(503, 125, False, "The program inside the sandbox does not answer"),
     "shutting_down": Code(503, 125, True, "The service is stopping"),
     "state_locked": Code(503, 125, True, "The state directory is in use"),
+    "queue_full": Code(429, 125, True, "Too much waits already"),
+    "rate_limited": Code(429, 125, True, "Too many calls"),
+    "store_regressed": Code(503, 125, False, "The store is older than what the nodes have seen"),
     "store_error": Code(503, 125, True, "The store does not answer"),
     "infra_error": Code(500, 125, True, "The platform failed"),
 }

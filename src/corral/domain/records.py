@@ -36,6 +36,10 @@ class RunRecord:
     reason: str | None = None
     finished_at: int | None = None
     version: int = 1
+    driver: str | None = None
+    """The worker that drives it; whoever else finds it open takes it over once that worker is dead."""
+    watched_until: int = 0
+    """A client waits for it at some worker, at least until then."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,20 @@ class ExecRecord:
     ended_at: int | None = None
     result: Json | None = None
     version: int = 1
+    step: str | None = None
+    """Which part of its run: a run has one exec for each, whoever drives it."""
+    driver: str | None = None
+    watched_until: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """A process that drives runs, execs and commands. Alive until `alive_until` by the store's clock; what a dead one drove is free."""
+
+    worker_id: str
+    started_at: int
+    alive_until: int
+    facts: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

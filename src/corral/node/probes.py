@@ -160,7 +160,7 @@ class Probes:
             if name not in self._infos
             and name in runtimes
             and not runtimes[name].usable
-            and slow.get(name, 0.0) > lately
+            and slow.get(name, -math.inf) > lately
         }
 
     def _load(self) -> dict[str, RuntimeInfo]:

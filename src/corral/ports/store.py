@@ -35,9 +35,10 @@ from corral.domain.records import (
     SandboxView,
     Transition,
 )
+from corral.ports.workers import WorkerStore
 
 
-class Store(Protocol):
+class Store(WorkerStore, Protocol):
     """See the module docstring; `None` from a `get_*` means that there is no such row."""
 
     async def open(self) -> None: ...
@@ -56,13 +57,29 @@ class Store(Protocol):
         ...
 
     async def update_run(
-        self, run_id: str, *, expect_states: Sequence[str], changes: dict[str, Any], audit: AuditRecord | None = None
+        self,
+        run_id: str,
+        *,
+        expect_states: Sequence[str],
+        changes: dict[str, Any],
+        audit: AuditRecord | None = None,
+        driver: str | None = None,
     ) -> RunRecord:
-        """Set columns (a changed `state` included) if the state is one of `expect_states`, else `conflict`."""
+        """Set columns (a changed `state` included) if the state is one of `expect_states`, else `conflict`.
+
+        `driver`: who must still drive the run, else `superseded` (here and below; None = whoever).
+        """
         ...
 
     async def finish_run(
-        self, run_id: str, *, result: dict[str, Any], reason: str, timings: dict[str, Any], audit: AuditRecord
+        self,
+        run_id: str,
+        *,
+        result: dict[str, Any],
+        reason: str,
+        timings: dict[str, Any],
+        audit: AuditRecord,
+        driver: str | None = None,
     ) -> RunRecord:
         """Any state -> `finished`, once; a second call changes nothing and returns the stored row."""
         ...
@@ -153,8 +170,11 @@ class Store(Protocol):
         renew: tuple[str, int] | None = None,
         idempotency: Idempotency | None = None,
         tenant_id: str = "default",
+        driver: str | None = None,
     ) -> tuple[ExecRecord, Committed | None]:
         """`create_exec`, `renew_lease` for `renew` = (owner, ttl_ms), and the sandbox's `transition`, in one transaction.
+
+        `driver`: who must still drive the exec's run. A second exec for a step of a run is `conflict`.
 
         An exec that was made before under the key: (that exec, None), and nothing else happens.
         """

@@ -6,10 +6,7 @@ changed is taken back if it fails.
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from corral.domain.fence import Fence
@@ -28,8 +25,8 @@ from corral.domain.records import (
     SandboxView,
     Transition,
 )
-from corral.errors import CorralError
 
+from .memory_workers import MemoryWorkers
 from .rows import (
     AUDIT,
     COMMAND,
@@ -43,154 +40,35 @@ from .rows import (
     DoneStep,
     InstanceStep,
     Row,
-    Shape,
     Step,
     check_instance_state,
     check_ttl,
     conflict,
     encode_done,
     encode_transition,
-    idempotency_conflict,
     lease_lost,
     listed,
     not_found,
     renewed_expiry,
+    superseded,
     to_json,
     to_text,
 )
+from .sql_text import page_size
 from .transactions import (
     changed_lease,
     check_holder,
-    check_idempotency,
     check_monotone,
     check_move,
     new_command,
-    page_size,
 )
 
 T = TypeVar("T")
 _ABSENT: Any = object()
 
 
-class MemoryStore:
+class MemoryStore(MemoryWorkers):
     """`corral.ports.store.Store` in dictionaries. Rows survive `close` and `open` of the same object."""
-
-    def __init__(self, clock: Callable[[], int]) -> None:
-        self._clock = clock
-        self._guard = threading.Lock()
-        self._usable = False
-        self._installation = secrets.token_hex(16)
-        self._runs: dict[Any, Row] = {}
-        self._sandboxes: dict[Any, Row] = {}
-        self._leases: dict[Any, Row] = {}
-        self._instances: dict[Any, Row] = {}
-        self._execs: dict[Any, Row] = {}
-        self._commands: dict[Any, Row] = {}
-        self._events: dict[Any, Row] = {}
-        self._audit: dict[Any, Row] = {}
-        self._keys: dict[Any, tuple[str, str]] = {}
-        self._undo: list[tuple[dict[Any, Any], Any, Any]] = []
-        self._now = 0
-
-    async def open(self) -> None:
-        """Again: nothing."""
-        self._usable = True
-
-    async def close(self) -> None:
-        """Again: nothing."""
-        self._usable = False
-
-    async def installation_id(self) -> str:
-        self._check_open()
-        return self._installation
-
-    def _check_open(self) -> None:
-        if not self._usable:
-            raise CorralError("store_error", "the store is not open", retryable=False)
-
-    async def _transact(self, work: Callable[[], T]) -> T:
-        self._check_open()
-        await asyncio.sleep(0)  # as with a real database, others run between the call and its effect
-        with self._guard:
-            self._check_open()
-            self._now = self._clock()
-            self._undo.clear()
-            try:
-                return work()
-            except BaseException:
-                for table, key, old in reversed(self._undo):
-                    if old is _ABSENT:
-                        del table[key]
-                    else:
-                        table[key] = old
-                raise
-
-    def _put(self, table: dict[Any, Any], key: Any, row: Any) -> None:
-        self._undo.append((table, key, table.get(key, _ABSENT)))
-        table[key] = row
-
-    def _insert(self, table: dict[Any, Row], shape: Shape[Any], row: Row) -> None:
-        key = row[shape.key]
-        if key in table:
-            raise conflict(f"{shape.table} {key} exists already")
-        self._put(table, key, row)
-
-    def _get(self, table: dict[Any, Row], shape: Shape[Any], key: str) -> Row:
-        row = table.get(key)
-        if row is None:
-            raise not_found(shape.table, key)
-        return row
-
-    def _append(self, table: dict[Any, Row], key: str, row: Row) -> int:
-        number = len(table) + 1
-        self._put(table, number, {**row, key: number, "timestamp": self._now})
-        return number
-
-    def _claim_key(self, idem: Idempotency | None, resource_id: str) -> str | None:
-        if idem is None:
-            return None
-        check_idempotency(idem)
-        key = (idem.tenant_id, idem.route, idem.key)
-        if key not in self._keys:
-            self._put(self._keys, key, (idem.body_digest, resource_id))
-            return None
-        digest, known = self._keys[key]
-        if digest != idem.body_digest:
-            raise idempotency_conflict(idem.route, idem.key)
-        return known
-
-    def _update(self, table: dict[Any, Row], shape: Shape[Any], key: str, expect: Sequence[str], changes: Row) -> Row:
-        row = self._get(table, shape, key)
-        if row["state"] not in expect:
-            raise conflict(
-                f"{shape.table} {key} is {row['state']}, not {' or '.join(expect) or 'anything'}", state=row["state"]
-            )
-        return self._set(table, key, {**row, **changes, "version": int(row["version"] or 0) + 1})
-
-    def _set(self, table: dict[Any, Row], key: str, row: Row) -> Row:
-        self._put(table, key, row)
-        return row
-
-    @staticmethod
-    def _page(
-        table: dict[Any, Row],
-        shape: Shape[Any],
-        tenant_id: str | None,
-        states: Sequence[str] | None,
-        after: str | None,
-        limit: int,
-    ) -> list[Row]:
-        def place(row: Row) -> tuple[int, str]:
-            return int(row["created_at"] or 0), str(row[shape.key])
-
-        rows = [row for row in table.values() if tenant_id is None or row["tenant_id"] == tenant_id]
-        if after is not None:
-            last = [row for row in rows if row[shape.key] == after]
-            if not last:
-                raise not_found(shape.table, after)
-            rows = [row for row in rows if place(row) < place(last[0])]
-        rows = [row for row in rows if states is None or row["state"] in states]
-        return sorted(rows, key=place, reverse=True)[: page_size(limit)]
 
     # -- runs ------------------------------------------------------------------------------------------------------------------
     async def submit_run(
@@ -209,13 +87,19 @@ class MemoryStore:
         return await self._transact(work)
 
     async def update_run(
-        self, run_id: str, *, expect_states: Sequence[str], changes: dict[str, Any], audit: AuditRecord | None = None
+        self,
+        run_id: str,
+        *,
+        expect_states: Sequence[str],
+        changes: dict[str, Any],
+        audit: AuditRecord | None = None,
+        driver: str | None = None,
     ) -> RunRecord:
         audit_row = AUDIT.encode(audit) if audit is not None else None
         encoded = RUN.encode_changes(changes)
 
         def work() -> RunRecord:
-            row = self._update(self._runs, RUN, run_id, expect_states, encoded)
+            row = self._update(self._runs, RUN, run_id, expect_states, encoded, driver)
             if audit_row is not None:
                 self._append(self._audit, "audit_id", audit_row)
             return RUN.from_row(row)
@@ -223,7 +107,14 @@ class MemoryStore:
         return await self._transact(work)
 
     async def finish_run(
-        self, run_id: str, *, result: dict[str, Any], reason: str, timings: dict[str, Any], audit: AuditRecord
+        self,
+        run_id: str,
+        *,
+        result: dict[str, Any],
+        reason: str,
+        timings: dict[str, Any],
+        audit: AuditRecord,
+        driver: str | None = None,
     ) -> RunRecord:
         changes: Row = {
             "state": "finished",
@@ -238,7 +129,7 @@ class MemoryStore:
             if row["state"] == "finished":
                 return RUN.from_row(row)
             done: Row = {**changes, "finished_at": self._now}
-            row = self._update(self._runs, RUN, run_id, (str(row["state"]),), done)
+            row = self._update(self._runs, RUN, run_id, (str(row["state"]),), done, driver)
             self._append(self._audit, "audit_id", audit_row)
             return RUN.from_row(row)
 
@@ -375,17 +266,6 @@ class MemoryStore:
                 version = int(row["version"] or 0) + 1
                 self._put(self._execs, exec_id, {**row, "cancel_requested": why, "version": version})
 
-    def _view(self, row: Row) -> SandboxView:
-        sandbox = SANDBOX.from_row(row)
-        mine = [
-            INSTANCE.from_row(r)
-            for r in self._instances.values()
-            if r["sandbox_id"] == sandbox.sandbox_id and r["state"] != "gone"
-        ]
-        mine.sort(key=lambda i: (i.state == "bound", i.born_at, i.incarnation, i.instance_id))
-        lease = LEASE.from_row(self._leases[sandbox.sandbox_id])
-        return SandboxView(sandbox, lease, mine[-1] if mine else None)
-
     async def get_sandbox(self, sandbox_id: str, tenant_id: str | None) -> SandboxView | None:
         def work() -> SandboxView | None:
             row = self._sandboxes.get(sandbox_id)
@@ -480,6 +360,9 @@ class MemoryStore:
             return EXEC.from_row(self._get(self._execs, EXEC, known)), False
         self._check_fence(sandbox, lease, fence)
         new: Row = {**row, "state": "starting", "incarnation": fence.incarnation, "lease_version": fence.token}
+        steps = [(r["run_id"], r["step"]) for r in self._execs.values() if r["step"] is not None]
+        if row["step"] is not None and row["run_id"] is not None and (row["run_id"], row["step"]) in steps:
+            raise conflict(f"the run {row['run_id']} has an exec for {row['step']} already")
         self._insert(self._execs, EXEC, new)
         return EXEC.from_row(new), True
 
@@ -492,12 +375,17 @@ class MemoryStore:
         renew: tuple[str, int] | None = None,
         idempotency: Idempotency | None = None,
         tenant_id: str = "default",
+        driver: str | None = None,
     ) -> tuple[ExecRecord, Committed | None]:
         row, step = EXEC.encode(record), encode_transition(transition)
         if renew is not None:
             check_ttl(renew[1])
 
         def work() -> tuple[ExecRecord, Committed | None]:
+            if driver is not None and record.run_id is not None:
+                run = self._get(self._runs, RUN, record.run_id)
+                if run["driver"] != driver and run["state"] != "finished":
+                    raise superseded(record.run_id, None if run["driver"] is None else str(run["driver"]))
             made, fresh = self._create_exec(row, fence, idempotency, tenant_id)
             if not fresh:
                 return made, None
@@ -568,7 +456,11 @@ class MemoryStore:
 
         def work() -> CommandRecord | None:
             for command_id, row in self._commands.items():
-                free = row["claimed_by"] is None or int(row["claim_until"] or 0) <= self._now
+                free = (
+                    row["claimed_by"] is None
+                    or int(row["claim_until"] or 0) <= self._now
+                    or self._dead(row["claimed_by"])
+                )
                 if row["done_at"] is None and free and (kinds is None or row["kind"] in kinds):
                     locked: Row = {**row, "claimed_by": worker, "claim_until": self._now + claim_ms}
                     locked["attempt"] = int(row["attempt"] or 0) + 1

@@ -18,7 +18,7 @@ from typing import Any
 from corral import faults
 from corral.errors import CorralError
 
-REVISIONS = ("0001_pre",)
+REVISIONS = ("0001_pre", "0002_pre")
 """All revisions, oldest first; the last one is what this version speaks. A test compares them with Alembic's own list."""
 
 HEAD = REVISIONS[-1]
@@ -89,7 +89,7 @@ def _refusal(path: Path, found: str) -> CorralError:
         return CorralError(
             "store_error",
             f"{path} is of the older version {found}; this Corral needs {HEAD}",
-            hint="keep a copy of the file, then upgrade it with Alembic, or choose another CORRAL_STATE_DIR",
+            hint="upgrade it: corral db upgrade (corral db backup FILE keeps a copy first), or choose another CORRAL_STATE_DIR",
             retryable=False,
         )
     return CorralError(

@@ -24,6 +24,7 @@ from corral.domain.records import (
     RunRecord,
     SandboxRecord,
     Transition,
+    WorkerRecord,
 )
 from corral.errors import CorralError
 
@@ -161,6 +162,7 @@ LEASE = Shape(LeaseRecord, "sandbox_lease", "sandbox_id")
 INSTANCE = Shape(InstanceRecord, "instance", "instance_id")
 EXEC = Shape(ExecRecord, "exec", "exec_id", fixed=("sandbox_id", "created_at"))
 COMMAND = Shape(CommandRecord, "sandbox_command", "command_id")
+WORKER = Shape(WorkerRecord, "worker", "worker_id")
 EVENT = Shape(EventRecord, "sandbox_event", "event_id", serial="event_id")
 AUDIT = Shape(AuditRecord, "audit", "audit_id", serial="audit_id")
 
@@ -293,6 +295,10 @@ def not_found(what: str, key: str) -> CorralError:
     return CorralError(
         "not_found", f"no {what} {key}", hint=f"list what there is with `corral {what}s ls`" if what == "run" else None
     )
+
+
+def superseded(run_id: str, driver: str | None) -> CorralError:
+    return CorralError("superseded", f"the run {run_id} is driven by {driver or 'nobody'} now")
 
 
 def lease_lost(sandbox_id: str, why: str) -> CorralError:

@@ -16,45 +16,19 @@ import queue
 import secrets
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from corral import faults
-from corral.domain.fence import Fence
-from corral.domain.records import (
-    AuditRecord,
-    CommandDone,
-    CommandRecord,
-    Committed,
-    EventRecord,
-    ExecRecord,
-    Idempotency,
-    InstanceRecord,
-    LeaseRecord,
-    RunRecord,
-    SandboxRecord,
-    SandboxView,
-    Transition,
-)
 from corral.errors import CorralError
 
 from . import migrate, transactions
 from .rows import (
-    AUDIT,
-    EVENT,
-    EXEC,
-    RUN,
-    SANDBOX,
-    check_instance_state,
-    check_ttl,
     conflict,
-    encode_done,
-    encode_transition,
-    to_json,
-    to_text,
 )
-from .transactions import Tx
+from .sql import SqlStore
+from .transacting import Tx
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,7 +40,10 @@ _BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_READONL
 
 
 class _SqliteTx:
-    """One open transaction of a connection."""
+    """One open transaction of a connection. Only one writes at a time, so nothing needs a lock."""
+
+    skip_locked = ""
+    for_update = ""
 
     def __init__(self, connection: sqlite3.Connection, now: int) -> None:
         self._execute = connection.execute
@@ -185,7 +162,7 @@ def _deliver(future: asyncio.Future[Any], result: Any, failure: BaseException | 
         future.set_result(result)
 
 
-class SqliteStore:
+class SqliteStore(SqlStore):
     """`corral.ports.store.Store` on one SQLite file; see the module docstring.
 
     `clock` gives Unix epoch milliseconds and is called in the store's threads, once per transaction. `new_id(prefix)` makes the
@@ -277,169 +254,3 @@ class SqliteStore:
         if self._installation is None:
             raise CorralError("store_error", "the store is not open", retryable=False)
         return self._installation
-
-    # -- runs ------------------------------------------------------------------------------------------------------------------
-    async def submit_run(
-        self, run: RunRecord, audit: AuditRecord, idempotency: Idempotency | None = None
-    ) -> tuple[RunRecord, bool]:
-        return await self._write(transactions.submit_run, RUN.encode(run), AUDIT.encode(audit), idempotency)
-
-    async def update_run(
-        self, run_id: str, *, expect_states: Sequence[str], changes: dict[str, Any], audit: AuditRecord | None = None
-    ) -> RunRecord:
-        row = AUDIT.encode(audit) if audit is not None else None
-        return await self._write(
-            transactions.update_run, run_id, tuple(expect_states), RUN.encode_changes(changes), row
-        )
-
-    async def finish_run(
-        self, run_id: str, *, result: dict[str, Any], reason: str, timings: dict[str, Any], audit: AuditRecord
-    ) -> RunRecord:
-        return await self._write(
-            transactions.finish_run,
-            run_id,
-            to_json(result, "run.result"),
-            to_text(reason, "run.reason"),
-            to_json(timings, "run.timings"),
-            AUDIT.encode(audit),
-        )
-
-    async def get_run(self, run_id: str, tenant_id: str) -> RunRecord | None:
-        return await self._read(transactions.get_run, run_id, tenant_id)
-
-    async def list_runs(
-        self, tenant_id: str, *, states: Sequence[str] | None = None, after: str | None = None, limit: int = 100
-    ) -> list[RunRecord]:
-        return await self._read(transactions.list_runs, tenant_id, states, after, limit)
-
-    async def open_runs(self) -> list[RunRecord]:
-        return await self._read(transactions.open_runs)
-
-    # -- sandboxes -------------------------------------------------------------------------------------------------------------
-    async def create_sandbox(
-        self,
-        sandbox: SandboxRecord,
-        event: EventRecord,
-        audit: AuditRecord,
-        idempotency: Idempotency | None = None,
-        transitions: Sequence[Transition] = (),
-    ) -> tuple[SandboxRecord, bool]:
-        return await self._write(
-            transactions.create_sandbox,
-            SANDBOX.encode(sandbox),
-            EVENT.encode(event),
-            AUDIT.encode(audit),
-            idempotency,
-            [encode_transition(each) for each in transitions],
-        )
-
-    async def commit_transitions(self, transitions: Sequence[Transition]) -> Committed:
-        steps = [encode_transition(each) for each in transitions]
-        return await self._write(transactions.commit_transitions, steps)
-
-    async def commit_transition(self, transition: Transition) -> Committed:
-        return await self._write(transactions.commit_transition, encode_transition(transition))
-
-    async def get_sandbox(self, sandbox_id: str, tenant_id: str | None) -> SandboxView | None:
-        return await self._read(transactions.get_sandbox, sandbox_id, tenant_id)
-
-    async def list_sandboxes(
-        self, tenant_id: str | None, *, states: Sequence[str] | None = None, after: str | None = None, limit: int = 100
-    ) -> list[SandboxView]:
-        return await self._read(transactions.list_sandboxes, tenant_id, states, after, limit)
-
-    async def history(self, sandbox_id: str, limit: int = 1000) -> list[EventRecord]:
-        """The newest `limit` events, oldest first."""
-        return await self._read(transactions.history, sandbox_id, limit)
-
-    async def add_event(self, event: EventRecord) -> int:
-        return await self._write(transactions.add_event, EVENT.encode(event))
-
-    async def renew_lease(self, sandbox_id: str, owner: str, fence: Fence, ttl_ms: int) -> LeaseRecord:
-        check_ttl(ttl_ms)
-        return await self._write(transactions.renew_lease, sandbox_id, owner, fence, ttl_ms)
-
-    # -- instances -------------------------------------------------------------------------------------------------------------
-    async def update_instance(
-        self, instance_id: str, *, expect_states: Sequence[str], state: str, ref: dict[str, Any] | None = None
-    ) -> InstanceRecord:
-        check_instance_state(state)
-        text = to_json(ref, "instance.ref") if ref is not None else None
-        return await self._write(transactions.update_instance, instance_id, tuple(expect_states), state, text)
-
-    async def list_instances(self, node_id: str, *, states: Sequence[str] | None = None) -> list[InstanceRecord]:
-        return await self._read(transactions.list_instances, node_id, states)
-
-    # -- execs -----------------------------------------------------------------------------------------------------------------
-    async def create_exec(
-        self, record: ExecRecord, fence: Fence, *, idempotency: Idempotency | None = None, tenant_id: str = "default"
-    ) -> tuple[ExecRecord, bool]:
-        return await self._write(transactions.create_exec, EXEC.encode(record), fence, idempotency, tenant_id)
-
-    async def begin_exec(
-        self,
-        record: ExecRecord,
-        fence: Fence,
-        transition: Transition,
-        *,
-        renew: tuple[str, int] | None = None,
-        idempotency: Idempotency | None = None,
-        tenant_id: str = "default",
-    ) -> tuple[ExecRecord, Committed | None]:
-        if renew is not None:
-            check_ttl(renew[1])
-        row, step = EXEC.encode(record), encode_transition(transition)
-        return await self._write(transactions.begin_exec, row, fence, step, renew, idempotency, tenant_id)
-
-    async def end_exec(
-        self,
-        exec_id: str,
-        *,
-        changes: dict[str, Any],
-        done: Sequence[CommandDone] = (),
-        last: Transition | None = None,
-        others: Transition | None = None,
-    ) -> ExecRecord:
-        return await self._write(
-            transactions.end_exec,
-            exec_id,
-            EXEC.encode_changes(changes),
-            encode_done(done),
-            encode_transition(last) if last is not None else None,
-            encode_transition(others) if others is not None else None,
-        )
-
-    async def update_exec(self, exec_id: str, *, expect_states: Sequence[str], changes: dict[str, Any]) -> ExecRecord:
-        return await self._write(transactions.update_exec, exec_id, tuple(expect_states), EXEC.encode_changes(changes))
-
-    async def get_exec(self, exec_id: str, tenant_id: str | None) -> ExecRecord | None:
-        return await self._read(transactions.get_exec, exec_id, tenant_id)
-
-    async def open_execs(self, sandbox_id: str | None = None) -> list[ExecRecord]:
-        return await self._read(transactions.open_execs, sandbox_id)
-
-    async def list_execs(self, sandbox_id: str) -> list[ExecRecord]:
-        return await self._read(transactions.list_execs, sandbox_id)
-
-    # -- commands --------------------------------------------------------------------------------------------------------------
-    async def lock_command(
-        self, worker: str, claim_ms: int, *, kinds: Sequence[str] | None = None
-    ) -> CommandRecord | None:
-        check_ttl(claim_ms)
-        return await self._write(transactions.lock_command, to_text(worker, "claimed_by"), claim_ms, kinds)
-
-    async def finish_command(self, command_id: str, worker: str, outcome: dict[str, Any]) -> bool:
-        """Only the worker whose claim it is may finish it, run out or not; False for everybody else."""
-        text = to_json(outcome, "sandbox_command.outcome")
-        return await self._write(transactions.finish_command, command_id, worker, text)
-
-    async def open_commands(self, sandbox_id: str | None = None) -> list[CommandRecord]:
-        return await self._read(transactions.open_commands, sandbox_id)
-
-    # -- audit -----------------------------------------------------------------------------------------------------------------
-    async def add_audit(self, audit: AuditRecord) -> int:
-        return await self._write(transactions.add_audit, AUDIT.encode(audit))
-
-    async def list_audit(self, tenant_id: str, *, subject: str | None = None, limit: int = 1000) -> list[AuditRecord]:
-        """The newest `limit` rows, oldest first."""
-        return await self._read(transactions.list_audit, tenant_id, subject, limit)

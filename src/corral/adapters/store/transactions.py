@@ -6,8 +6,8 @@ The database driver's unique violations become `conflict` there. See ADR 0002 fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from corral.domain.fence import Fence
 from corral.domain.records import (
@@ -48,38 +48,17 @@ from .rows import (
     may_move,
     not_found,
     renewed_expiry,
+    superseded,
     to_text,
 )
+from .sql_text import one_of, page_size
+from .transacting import Tx
 
 # The only things put together as text here are column names and parameter names of this package; values are always bound.
 # ruff: noqa: S608
 
-Params = Mapping[str, Any]
 _PAGE = 500
 _LIST_ROWS = 50
-
-
-class Tx(Protocol):
-    """An open transaction: `rows` runs one statement and returns all its rows; `now` is the store's clock, read once."""
-
-    @property
-    def now(self) -> int: ...
-
-    def rows(self, text: str, params: Params = ...) -> list[tuple[Any, ...]]: ...
-
-
-def page_size(limit: int) -> int:
-    """A limit as the database takes it: none below zero, none beyond its integers."""
-    return min(max(0, limit), 1 << 40)
-
-
-def _one_of(column: str, words: Sequence[str], params: dict[str, Any]) -> str:
-    """`column IN (...)` with bound parameters; no words match nothing."""
-    if not words:
-        return "1 = 0"
-    names = [f"{column.replace('.', '_')}_{i}" for i in range(len(words))]
-    params.update(zip(names, words, strict=True))
-    return f"{column} IN ({', '.join(':' + name for name in names)})"
 
 
 def _set(columns: Sequence[str]) -> str:
@@ -155,10 +134,15 @@ def _row(tx: Tx, shape: Shape[Any], key: str) -> tuple[Any, ...]:
     return found[0]
 
 
-def _update(tx: Tx, shape: Shape[Any], key: str, expect: Sequence[str], changes: Row) -> tuple[Any, ...]:
-    """CAS on the state of a row that has a version."""
+def _update(
+    tx: Tx, shape: Shape[Any], key: str, expect: Sequence[str], changes: Row, driver: str | None = None
+) -> tuple[Any, ...]:
+    """CAS on the state of a row that has a version, and on its driver if one is given."""
     params: dict[str, Any] = {"key": key, **_new(changes)}
-    where = _one_of("state", expect, params)
+    where = one_of("state", expect, params)
+    if driver is not None:
+        params["driver"] = driver
+        where += " AND driver = :driver"
     changed = tx.rows(
         f"UPDATE {shape.table} SET {_set(tuple(changes))}version = version + 1"
         f" WHERE {shape.key} = :key AND {where} RETURNING {shape.select}",
@@ -166,20 +150,29 @@ def _update(tx: Tx, shape: Shape[Any], key: str, expect: Sequence[str], changes:
     )
     if changed:
         return changed[0]
-    state = tx.rows(f"SELECT state FROM {shape.table} WHERE {shape.key} = :key", {"key": key})
+    state = tx.rows(
+        f"SELECT state{'' if driver is None else ', driver'} FROM {shape.table} WHERE {shape.key} = :key", {"key": key}
+    )
     if not state:
         raise not_found(shape.table, key)
+    if driver is not None and state[0][1] != driver:
+        raise superseded(key, state[0][1])
     raise conflict(f"{shape.table} {key} is {state[0][0]}, not {' or '.join(expect) or 'anything'}", state=state[0][0])
 
 
-def update_run(tx: Tx, run_id: str, expect: Sequence[str], changes: Row, audit: Row | None) -> RunRecord:
-    row = _update(tx, RUN, run_id, expect, changes)
+def update_run(
+    tx: Tx, run_id: str, expect: Sequence[str], changes: Row, audit: Row | None, driver: str | None = None
+) -> RunRecord:
+    row = _update(tx, RUN, run_id, expect, changes, driver)
     if audit is not None:
         add_audit(tx, audit)
     return RUN.decode(row)
 
 
-def finish_run(tx: Tx, run_id: str, result: str, reason: str, timings: str, audit: Row) -> RunRecord:
+def finish_run(
+    tx: Tx, run_id: str, result: str, reason: str, timings: str, audit: Row, driver: str | None = None
+) -> RunRecord:
+    _check_driver(tx, run_id, driver)
     changed = tx.rows(
         "UPDATE run SET state = 'finished', result = :result, reason = :reason, timings = :timings, finished_at = :now,"
         f" version = version + 1 WHERE run_id = :run_id AND state <> 'finished' RETURNING {RUN.select}",
@@ -189,6 +182,17 @@ def finish_run(tx: Tx, run_id: str, result: str, reason: str, timings: str, audi
         return RUN.decode(_row(tx, RUN, run_id))
     add_audit(tx, audit)
     return RUN.decode(changed[0])
+
+
+def _check_driver(tx: Tx, run_id: str | None, driver: str | None) -> None:
+    """`superseded` unless `driver` still drives the open run. The row stays locked, so that nobody takes it over meanwhile."""
+    if driver is None or run_id is None:
+        return
+    found = tx.rows(f"SELECT driver, state FROM run WHERE run_id = :run_id {tx.for_update}", {"run_id": run_id})
+    if not found:
+        raise not_found("run", run_id)
+    if found[0][0] != driver and found[0][1] != "finished":
+        raise superseded(run_id, found[0][0])
 
 
 def get_run(tx: Tx, run_id: str, tenant_id: str) -> RunRecord | None:
@@ -225,7 +229,7 @@ def _page(
         params["created_at"] = last[0][0]
         where.append(f"(created_at, {shape.key}) < (:created_at, :after)")
     if states is not None:
-        where.append(_one_of("state", states, params))
+        where.append(one_of("state", states, params))
     return tx.rows(
         f"SELECT {select or shape.select} FROM {shape.table} WHERE {' AND '.join(where)}"
         f" ORDER BY created_at DESC, {shape.key} DESC LIMIT :limit",
@@ -340,7 +344,7 @@ def commit_transition(tx: Tx, step: Step) -> Committed:
         params: dict[str, Any] = {"reason": source.end_execs, "sandbox_id": old.sandbox_id}
         tx.rows(
             "UPDATE exec SET cancel_requested = COALESCE(cancel_requested, :reason), version = version + 1"
-            f" WHERE sandbox_id = :sandbox_id AND {_one_of('state', OPEN_EXEC, params)}",
+            f" WHERE sandbox_id = :sandbox_id AND {one_of('state', OPEN_EXEC, params)}",
             params,
         )
     event_id = _add_event(tx, step.event, old.sandbox_id, old.state, step.new_state)
@@ -450,12 +454,12 @@ def _add_command(tx: Tx, command: Row) -> None:
 _INSTANCE_ORDER = "CASE WHEN state = 'bound' THEN 0 ELSE 1 END, born_at DESC, incarnation DESC, instance_id DESC"
 
 
-def _views(tx: Tx, sandboxes: Sequence[SandboxRecord]) -> list[SandboxView]:
+def views(tx: Tx, sandboxes: Sequence[SandboxRecord]) -> list[SandboxView]:
     leases: dict[str, LeaseRecord] = {}
     instances: dict[str, InstanceRecord] = {}
     for start in range(0, len(sandboxes), _PAGE):
         params: dict[str, Any] = {}
-        where = _one_of("sandbox_id", [s.sandbox_id for s in sandboxes[start : start + _PAGE]], params)
+        where = one_of("sandbox_id", [s.sandbox_id for s in sandboxes[start : start + _PAGE]], params)
         for row in tx.rows(f"SELECT {LEASE.select} FROM sandbox_lease WHERE {where}", params):
             lease = LEASE.decode(row)
             leases[lease.sandbox_id] = lease
@@ -475,13 +479,13 @@ def get_sandbox(tx: Tx, sandbox_id: str, tenant_id: str | None) -> SandboxView |
     sandbox = SANDBOX.decode(found[0])
     if tenant_id is not None and sandbox.tenant_id != tenant_id:
         return None
-    return _views(tx, [sandbox])[0]
+    return views(tx, [sandbox])[0]
 
 
 def list_sandboxes(
     tx: Tx, tenant_id: str | None, states: Sequence[str] | None, after: str | None, limit: int
 ) -> list[SandboxView]:
-    return _views(tx, [SANDBOX.decode(row) for row in _page(tx, SANDBOX, tenant_id, states, after, limit)])
+    return views(tx, [SANDBOX.decode(row) for row in _page(tx, SANDBOX, tenant_id, states, after, limit)])
 
 
 def history(tx: Tx, sandbox_id: str, limit: int) -> list[EventRecord]:
@@ -529,7 +533,7 @@ def update_instance(tx: Tx, instance_id: str, expect: Sequence[str], state: str,
 
 def list_instances(tx: Tx, node_id: str, states: Sequence[str] | None) -> list[InstanceRecord]:
     params: dict[str, Any] = {"node_id": node_id}
-    where = "" if states is None else " AND " + _one_of("state", states, params)
+    where = "" if states is None else " AND " + one_of("state", states, params)
     found = tx.rows(
         f"SELECT {INSTANCE.select} FROM instance WHERE node_id = :node_id{where} ORDER BY born_at, instance_id", params
     )
@@ -562,7 +566,9 @@ def begin_exec(
     renew: tuple[str, int] | None,
     idem: Idempotency | None,
     tenant_id: str,
+    driver: str | None = None,
 ) -> tuple[ExecRecord, Committed | None]:
+    _check_driver(tx, None if record["run_id"] is None else str(record["run_id"]), driver)
     made, fresh = create_exec(tx, record, fence, idem, tenant_id)
     if not fresh:
         return made, None
@@ -578,7 +584,7 @@ def end_exec(
     _finish_commands(tx, ended.sandbox_id, done)
     if last is not None or others is not None:
         params: dict[str, Any] = {"sandbox_id": ended.sandbox_id}
-        where = _one_of("state", OPEN_EXEC, params)
+        where = one_of("state", OPEN_EXEC, params)
         more = tx.rows(f"SELECT 1 FROM exec WHERE sandbox_id = :sandbox_id AND {where} LIMIT 1", params)
         if (step := others if more else last) is not None:
             commit_transition(tx, step)
@@ -623,11 +629,12 @@ def _execs(tx: Tx, sandbox_id: str | None, where: str) -> list[ExecRecord]:
 
 def lock_command(tx: Tx, worker: str, claim_ms: int, kinds: Sequence[str] | None) -> CommandRecord | None:
     params: dict[str, Any] = {"worker": worker, "now": tx.now, "until": tx.now + claim_ms}
-    where = "" if kinds is None else " AND " + _one_of("kind", kinds, params)
+    where = "" if kinds is None else " AND " + one_of("kind", kinds, params)
     locked = tx.rows(
         "UPDATE sandbox_command SET claimed_by = :worker, claim_until = :until, attempt = attempt + 1"
         " WHERE command_id = (SELECT command_id FROM sandbox_command WHERE done_at IS NULL"
-        f" AND (claimed_by IS NULL OR claim_until <= :now){where} ORDER BY command_seq LIMIT 1)"
+        " AND (claimed_by IS NULL OR claim_until <= :now OR claimed_by IN"
+        f" (SELECT worker_id FROM worker WHERE alive_until <= :now)){where} ORDER BY command_seq LIMIT 1 {tx.skip_locked})"
         f" RETURNING {COMMAND.select}",
         params,
     )
@@ -637,7 +644,7 @@ def lock_command(tx: Tx, worker: str, claim_ms: int, kinds: Sequence[str] | None
 def _finish_commands(tx: Tx, sandbox_id: str, done: Sequence[DoneStep]) -> None:
     for each in done:
         params: dict[str, Any] = {"sandbox_id": sandbox_id, "worker": each.worker}
-        where = _one_of("kind", each.kinds, params)
+        where = one_of("kind", each.kinds, params)
         found = tx.rows(
             f"SELECT {COMMAND.select} FROM sandbox_command WHERE sandbox_id = :sandbox_id AND done_at IS NULL"
             f" AND claimed_by = :worker AND {where}",

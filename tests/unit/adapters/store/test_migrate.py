@@ -146,8 +146,8 @@ def test_a_newer_database_is_refused_unchanged(tmp_path: Path) -> None:
 def test_an_older_database_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "corral.db"
     migrate.ensure(path)
-    monkeypatch.setattr(migrate, "REVISIONS", (*migrate.REVISIONS, "0002_pre"))
-    monkeypatch.setattr(migrate, "HEAD", "0002_pre")
+    monkeypatch.setattr(migrate, "REVISIONS", (*migrate.REVISIONS, "9999_pre"))
+    monkeypatch.setattr(migrate, "HEAD", "9999_pre")
     assert "older" in refusal(path).detail
 
 

@@ -58,6 +58,22 @@ def upgrade() -> None:
     _records()
 
 
+def downgrade() -> None:
+    """Nothing is left but the table in which Alembic keeps its version."""
+    op.execute("DROP VIEW sandbox_instance")
+    for table in _TABLES:
+        op.drop_table(table)
+
+
+_TABLES = (
+    # Those that refer to others first.
+    *("usage", "artifact", "audit", "reservation", "secret", "api_key", "user", "tenant"),
+    *("node", "pool", "snapshot", "workspace", "layer", "template"),
+    *("sandbox_command", "sandbox_allocation", "sandbox_event", "sandbox_environment", "sandbox_lease"),
+    *("exec", "instance", "sandbox", "run", "idempotency_key", "installation"),
+)
+
+
 def _installation() -> None:
     op.create_table(
         "installation",

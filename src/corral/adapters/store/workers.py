@@ -1,0 +1,122 @@
+"""`ports.workers` as SQL: who is alive, who drives what. See `transactions` for the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from corral.domain.records import ExecRecord, RunRecord, SandboxView, WorkerRecord
+from corral.ports.workers import Beat
+
+from .rows import EXEC, OPEN_EXEC, RUN, SANDBOX, WORKER, check_ttl, to_json, to_text
+from .sql_text import one_of, page_size
+from .transacting import Transacting, Tx
+from .transactions import views
+
+# ruff: noqa: S608 - what is put together are column names of this package
+
+FORGET_MS = 24 * 3600 * 1000
+"""How long the row of a dead worker stays."""
+ALIVE = "SELECT worker_id FROM worker WHERE alive_until > :now"
+
+
+def beat(tx: Tx, worker_id: str, ttl_ms: int, facts: str, watched: Sequence[str], watch_ms: int) -> Beat:
+    until = {"worker": worker_id, "now": tx.now, "until": tx.now + ttl_ms, "facts": facts}
+    tx.rows(
+        "INSERT INTO worker (worker_id, started_at, alive_until, facts) VALUES (:worker, :now, :until, :facts)"
+        " ON CONFLICT (worker_id) DO UPDATE SET alive_until = :until, facts = :facts",
+        until,
+    )
+    tx.rows("DELETE FROM worker WHERE alive_until < :before", {"before": tx.now - FORGET_MS})
+    for start in range(0, len(watched), 500):
+        for table, key, where in (("run", "run_id", "state <> 'finished'"), ("exec", "exec_id", _OPEN)):
+            params: dict[str, Any] = {"until": tx.now + watch_ms}
+            ids = one_of(key, [i for i in watched[start : start + 500] if i.isascii()], params)
+            tx.rows(f"UPDATE {table} SET watched_until = :until WHERE {ids} AND {where}", params)
+    runs = tx.rows(
+        "SELECT run_id, cancel_requested FROM run WHERE state <> 'finished' AND driver = :worker"
+        " AND cancel_requested IS NOT NULL",
+        {"worker": worker_id},
+    )
+    execs = tx.rows(
+        f"SELECT e.exec_id, e.cancel_requested FROM exec e LEFT JOIN run r ON r.run_id = e.run_id WHERE e.{_OPEN}"
+        " AND e.cancel_requested IS NOT NULL AND (e.driver = :worker OR r.driver = :worker)",
+        {"worker": worker_id},
+    )
+    [(last,)] = tx.rows("SELECT COALESCE(MAX(event_id), 0) FROM sandbox_event")
+    return Beat(tx.now, int(last), {str(k): str(v) for k, v in runs}, {str(k): str(v) for k, v in execs})
+
+
+_OPEN = "state IN ('starting', 'running')"
+assert OPEN_EXEC == ("starting", "running")
+
+
+def leave(tx: Tx, worker_id: str) -> None:
+    tx.rows("DELETE FROM worker WHERE worker_id = :worker", {"worker": worker_id})
+    tx.rows(
+        "UPDATE sandbox_command SET claimed_by = NULL, claim_until = NULL WHERE claimed_by = :worker AND done_at IS NULL",
+        {"worker": worker_id},
+    )
+
+
+def list_workers(tx: Tx) -> list[WorkerRecord]:
+    found = tx.rows(f"SELECT {WORKER.select} FROM worker ORDER BY started_at, worker_id")
+    return [WORKER.decode(row) for row in found]
+
+
+def adopt_runs(tx: Tx, worker_id: str, limit: int) -> list[RunRecord]:
+    found = tx.rows(
+        "UPDATE run SET driver = :worker, version = version + 1 WHERE run_id IN (SELECT run_id FROM run"
+        f" WHERE state <> 'finished' AND (driver IS NULL OR driver NOT IN ({ALIVE}))"
+        f" ORDER BY created_at, run_id LIMIT :limit {tx.skip_locked}) RETURNING {RUN.select}",
+        {"worker": worker_id, "now": tx.now, "limit": page_size(limit)},
+    )
+    return sorted(map(RUN.decode, found), key=lambda run: (run.created_at, run.run_id))
+
+
+def adopt_execs(tx: Tx, worker_id: str, limit: int) -> list[ExecRecord]:
+    found = tx.rows(
+        "UPDATE exec SET driver = :worker, version = version + 1 WHERE exec_id IN (SELECT exec_id FROM exec"
+        f" WHERE {_OPEN} AND run_id IS NULL AND (driver IS NULL OR driver NOT IN ({ALIVE}))"
+        f" ORDER BY created_at, exec_id LIMIT :limit {tx.skip_locked}) RETURNING {EXEC.select}",
+        {"worker": worker_id, "now": tx.now, "limit": page_size(limit)},
+    )
+    return sorted(map(EXEC.decode, found), key=lambda record: (record.created_at, record.exec_id))
+
+
+def stale_sandboxes(tx: Tx, states: Sequence[str], before_ms: int, limit: int) -> list[SandboxView]:
+    params: dict[str, Any] = {"before": before_ms, "limit": page_size(limit)}
+    where = one_of("state", states, params)
+    found = tx.rows(
+        f"SELECT {SANDBOX.select} FROM sandbox WHERE state <> 'terminated' AND {where} AND last_active_at < :before"
+        " ORDER BY last_active_at, sandbox_id LIMIT :limit",
+        params,
+    )
+    return views(tx, [SANDBOX.decode(row) for row in found])
+
+
+class SqlWorkers(Transacting):
+    """`ports.workers.WorkerStore`."""
+
+    async def beat(
+        self, worker_id: str, ttl_ms: int, facts: dict[str, Any], watched: Sequence[str] = (), watch_ms: int = 0
+    ) -> Beat:
+        check_ttl(ttl_ms)
+        check_ttl(watch_ms)
+        text = to_json(facts, "worker.facts")
+        return await self._write(beat, to_text(worker_id, "worker_id"), ttl_ms, text, tuple(watched), watch_ms)
+
+    async def leave(self, worker_id: str) -> None:
+        await self._write(leave, worker_id)
+
+    async def workers(self) -> list[WorkerRecord]:
+        return await self._read(list_workers)
+
+    async def adopt_runs(self, worker_id: str, limit: int = 100) -> list[RunRecord]:
+        return await self._write(adopt_runs, to_text(worker_id, "run.driver"), limit)
+
+    async def adopt_execs(self, worker_id: str, limit: int = 100) -> list[ExecRecord]:
+        return await self._write(adopt_execs, to_text(worker_id, "exec.driver"), limit)
+
+    async def stale_sandboxes(self, states: Sequence[str], before_ms: int, limit: int = 100) -> list[SandboxView]:
+        return await self._read(stale_sandboxes, tuple(states), before_ms, limit)
