@@ -9,6 +9,7 @@ what there is, and what could not be shown is printed. A failed stage does not h
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import re
 import shutil
@@ -35,6 +36,9 @@ SYSTEM = {
     "git": ("git", "checks over the tracked files"),
     "zstd": ("zstd", "archives that are packed with zstd"),
     "openssl": ("openssl", "a service behind TLS"),
+    "initdb": ("postgresql", "the store on PostgreSQL"),
+    "redis-server": ("redis-server", "coordination by Redis"),
+    "faketime": ("faketime", "clocks that jump"),
 }
 FAST = ("format", "lint", "types", "imports", "unit")
 SLOW = ("conformance", "integration", "security", "faults", "acceptance", "e2e", "ecosystem")
@@ -110,7 +114,8 @@ class Stages:
 
 def system_packages() -> bool:
     """Install what is missing, as root; else say what will not be shown. -> True if all of it is here."""
-    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    # Debian keeps the programs of PostgreSQL beside PATH, in a directory for each version.
+    path = ":".join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", *glob.glob("/usr/lib/postgresql/*/bin")])
     missing = {name: what for name, what in SYSTEM.items() if shutil.which(name, path=path) is None}
     if missing and os.geteuid() == 0 and shutil.which("apt-get"):
         packages = sorted({package for package, _ in missing.values()})
