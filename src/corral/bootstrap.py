@@ -108,7 +108,7 @@ class Owner:
         self._listener = bind_socket(self._settings.state_dir)
         self._store = make_store(self._settings)
         await self._store.open()
-        self._node = make_node(self._settings, await self._store.installation_id())
+        self._node = await reach_node(self._settings, self._store)
         await self._node.open(progress)
         self._services = await make_services(self._settings, self._store, self._node, progress, self._log)
         await self._services.start()
@@ -387,6 +387,11 @@ def by_default(settings: config.Config) -> tuple[str, ...]:
     return (*BY_DEFAULT, *(program.name for program in settings.oci))
 
 
+async def reach_node(settings: config.Config, store: Store) -> Node:
+    """The node that the services work with: in a process of its own when the settings name its socket, else in this one."""
+    return make_node(settings, await store.installation_id())
+
+
 def make_node(settings: config.Config, installation_id: str) -> Node:
     """The node of this host, in process, with the configured runtimes."""
     from corral.linux.userns import SubordinateRange
@@ -502,6 +507,7 @@ async def make_services(
         entropy=os.urandom,
         log=log,
         delays=settings.delays,
+        worker=settings.worker or "owner",
         unsafe=settings.unsafe,
         progress=progress,
     )

@@ -76,6 +76,12 @@ class Config:
     unsafe: frozenset[str] = frozenset()
     """What CORRAL_UNSAFE names, `unsafe_…`: defences switched off (tests only), demands of the guard that are not made."""
     delays: Mapping[str, float] = field(default_factory=lambda: dict(DELAYS))
+    redis_url: str | None = field(default=None, repr=False)
+    """Where workers tell each other to be quicker; None = there is one worker. May hold a password."""
+    node_socket: str | None = None
+    """Socket of the node's process; None = the node is in process."""
+    worker: str | None = None
+    """Id of this process among several workers; None = it is the only one."""
 
 
 def default_state_dir(environ: Mapping[str, str]) -> str:
@@ -129,6 +135,7 @@ def load(state_dir: str | None = None, environ: Mapping[str, str] | None = None)
         oci=_oci(settings.get("oci", {})),
         unsafe=_unsafe(env.get("CORRAL_UNSAFE", "")),
         delays=delays,
+        redis_url=env.get("CORRAL_REDIS_URL") or settings.get("redis_url") or None,
     )
 
 
