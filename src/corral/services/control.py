@@ -13,6 +13,7 @@ from corral.domain.policy import Policy
 from corral.domain.request import HostCaps
 from corral.domain.runner import Names, Runner
 from corral.errors import CorralError
+from corral.ports.coordination import Coordination
 from corral.ports.node import Node, Progress
 from corral.ports.store import Store
 from corral.services.documents import Documents
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from corral.services.upkeep import Upkeep
 
 Json = dict[str, Any]
+LOOK_S = 2.0
+"""After how long somebody who waits looks although no other worker has rung: a wake-up may be lost."""
+LOOK_UNHEARD_S = 0.3
+"""The same while none can be heard."""
 
 
 @dataclass
@@ -43,8 +48,11 @@ class Core:
     entropy: Callable[[int], bytes]
     log: Callable[[str], None]
     delays: Mapping[str, float]
+    coordination: Coordination
+    """The other workers, if there are any. What is rung there is heard here once it is open (`Services.start`)."""
     worker: str = "owner"
-    """Name under which command rows are locked. The same over restarts: a state directory has one owner at a time."""
+    """Who drives runs and execs and locks commands. A state directory has one owner at a time, the same over restarts; among several
+    workers each process has a name of its own."""
     unsafe: frozenset[str] = frozenset()
     progress: Progress | None = None
     wakes: Wakes = field(default_factory=Wakes)
@@ -58,6 +66,16 @@ class Core:
     """Work that may be dropped at a stop: the next owner finds it in the store."""
     last: set[asyncio.Task[Any]] = field(default_factory=set)
     """Work that a stop waits for (bounded): removing what a finished run leaves."""
+
+    def __post_init__(self) -> None:
+        if not self.coordination.alone:
+            self.wakes.others = self.coordination.ring
+            self.wakes.patience = lambda: LOOK_S if self.coordination.healthy else LOOK_UNHEARD_S
+
+    @property
+    def driver(self) -> str | None:
+        """Who a write about a run says must still drive it; None where nobody else can have taken it over."""
+        return None if self.coordination.alone else self.worker
 
     @cached_property
     def names(self) -> Names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +33,10 @@ class StreamEvent:
 class Woken:
     """What a waiter holds: set at each `ring` of its key, with the row if the ringer had it at hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: Callable[[], float | None]) -> None:
         self._event = asyncio.Event()
         self._row: Any = None
+        self._patience = patience
 
     def look(self) -> Any:
         """Forget the wake-ups so far; -> the newest row that came with them, or None: then read the store."""
@@ -49,7 +50,10 @@ class Woken:
         self._event.set()
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Until the next `wake`, or until `seconds` have passed."""
+        """Until the next `wake`, or until `seconds` have passed, or until it is time to look although nobody has rung."""
+        patience = self._patience()
+        if patience is not None:
+            seconds = patience if seconds is None else min(seconds, patience)
         if seconds is None:
             await self._event.wait()
             return
@@ -61,15 +65,20 @@ class Woken:
 
 
 class Wakes:
-    """Wake-ups by key (a run, exec or sandbox id): a waiter looks at the store, sleeps until `ring`, looks again."""
+    """Wake-ups by key (a run, exec or sandbox id): a waiter looks at the store, sleeps until `ring`, looks again.
+
+    With other workers `others` rings there too, and `patience` says after how many seconds a waiter looks without having been rung.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[str, set[Woken]] = {}
+        self.others: Callable[[Sequence[str]], None] | None = None
+        self.patience: Callable[[], float | None] = lambda: None
 
     @contextmanager
     def listen(self, key: str) -> Iterator[Woken]:
         """Rings of `key` from now on."""
-        woken = Woken()
+        woken = Woken(self.patience)
         self._waiting.setdefault(key, set()).add(woken)
         try:
             yield woken
@@ -83,11 +92,18 @@ class Wakes:
         """Wake all who listen to `key`; `row` is what the store has committed for it, if the caller has it."""
         for woken in self._waiting.get(key, ()):
             woken.wake(row)
+        if self.others is not None:
+            self.others((key,))
+
+    def heard(self, key: str) -> None:
+        """Another worker has rung."""
+        for woken in self._waiting.get(key, ()):
+            woken.wake(None)
 
     def ring_all(self) -> None:
-        """Wake everybody: the service stops."""
+        """Wake everybody here: the service stops, or wake-ups may have been missed."""
         for key in list(self._waiting):
-            self.ring(key)
+            self.heard(key)
 
 
 class Watchers:
@@ -130,6 +146,11 @@ class Watchers:
     def deserted(self, seconds: float) -> list[str]:
         """Expected keys without a client for so long, their grace over."""
         return [key for key in self._left if key not in self._count and self.alone_s(key) >= seconds]
+
+    @property
+    def watched(self) -> list[str]:
+        """What clients wait for here."""
+        return list(self._count)
 
     def forget(self, key: str) -> None:
         """The thing has ended."""

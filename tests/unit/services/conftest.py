@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from corral import config
+from corral.adapters.coordination.inprocess import InProcess
 from corral.adapters.store.memory import MemoryStore
 from corral.api.routes import Reply, Request, dispatch
 from corral.domain.policy import Policy
@@ -62,6 +63,7 @@ class World:
             now_ms=self.now_ms,
             entropy=os.urandom,
             log=self.logged.append,
+            coordination=InProcess(),
             delays={**config.DELAYS, "sweep_s": 0.02, "client_gone_s": 0.2, "takeover_client_gone_s": 0.2, **delays},
         )
         execs = Execs(core)

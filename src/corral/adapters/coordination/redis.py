@@ -1,0 +1,250 @@
+"""Coordination over Redis: publish and subscribe on one channel of the installation, counters with an expiry. Keeps nothing else there.
+
+One task holds the connection. It listens, sends what is to be rung in batches, and each second sends a word to itself: only when that
+comes back through publish and subscribe is the way to the others known to be open. Whatever breaks it (an end, a restart, a server
+that hangs) leads to the same: not healthy, counters of this worker alone, a new connection after a pause that grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from corral.errors import CorralError
+from corral.ports.coordination import MAX_KEY, PATIENCE_S, Counted
+
+from .windows import Windows
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+BATCH = 500
+QUEUE = 10_000
+"""What is to be rung and not sent yet, at most; what comes beyond is dropped, as everybody also looks by himself."""
+PROBE_S = 1.0
+"""How often the way is tried."""
+PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+AT_ONCE = 8
+"""Counts that ask Redis at the same time; the others wait for their turn, within their patience."""
+WORDS_BYTES = 256 * 1024
+"""Longer messages are a stranger's."""
+COUNT = """
+local used = tonumber(redis.call('GET', KEYS[1]) or '0')
+local left = redis.call('PTTL', KEYS[1])
+if left < 0 then
+  used = 0
+  left = tonumber(ARGV[3])
+end
+if used + tonumber(ARGV[1]) > tonumber(ARGV[2]) then
+  return {0, left}
+end
+redis.call('SET', KEYS[1], used + tonumber(ARGV[1]), 'PX', math.max(1, left))
+return {1, 0}
+"""
+
+
+class RedisCoordination:
+    """`corral.ports.coordination.Coordination` over `url` (redis, rediss or unix), whose password is never shown."""
+
+    alone = False
+
+    def __init__(self, url: str, installation: str = "default", log: Callable[[str], None] = lambda line: None) -> None:
+        from redis.asyncio.connection import parse_url
+
+        try:
+            parse_url(url)
+        except ValueError as error:
+            hint = "write redis://HOST:PORT/0, rediss://… or unix:///path/to/the/socket"
+            raise CorralError("invalid_value", "the URL of Redis", field="redis_url", hint=hint) from error
+        self._url = url
+        self._channel = f"corral:{installation}:wake"
+        self._counter = f"corral:{installation}:count:"
+        self._me = secrets.token_hex(8)
+        """Tells our own words from those of others."""
+        self._log = log
+        self._windows = Windows(lambda: time.monotonic_ns() // 1_000_000)
+        self._heard: Callable[[str], None] = lambda key: None
+        self._missed: Callable[[], None] = lambda: None
+        self._queue: dict[str, None] = {}
+        self._news = asyncio.Event()
+        self._echo = asyncio.Event()
+        self._broken = asyncio.Event()
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._client: Redis | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._healthy = False
+        self._told: bool | None = None
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy
+
+    async def open(self, heard: Callable[[str], None], missed: Callable[[], None]) -> None:
+        self._heard, self._missed = heard, missed
+        first = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._hold(first), name="coordination")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                await first.wait()
+
+    async def close(self) -> None:
+        task, self._task = self._task, None
+        if task is None:
+            return
+        if (
+            self._healthy and self._queue and (client := self._client) is not None
+        ):  # the last word: others may go on at once
+            with contextlib.suppress(*_failures()):
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._send(client)
+        self._healthy = False
+        task.cancel()
+        await asyncio.wait({task})
+
+    def ring(self, keys: Sequence[str]) -> None:
+        if self._task is None:
+            return
+        for key in keys:
+            if len(self._queue) >= QUEUE:
+                return
+            if 0 < len(key) <= MAX_KEY and key.isprintable():
+                self._queue[key] = None
+        self._news.set()
+
+    async def count(self, key: str, amount: int, limit: int, window_ms: int) -> Counted:
+        client = self._client
+        if self._healthy and client is not None:
+            name = self._counter + key.encode("utf-8", "surrogatepass")[:MAX_KEY].hex()
+            try:
+                async with asyncio.timeout(PATIENCE_S), self._turns:
+                    script: Any = client.eval(COUNT, 1, name, str(amount), str(limit), str(window_ms))
+                    allowed, left = await script
+                    return Counted(bool(allowed), 0 if allowed else max(1, int(left)))
+            except _failures():
+                self._broken.set()  # asking again would only make the next caller wait as long
+        return self._windows.count(key[:MAX_KEY], amount, limit, window_ms)
+
+    # -- the connection --------------------------------------------------------------------------------------------------------
+    async def _hold(self, first: asyncio.Event) -> None:
+        attempt = 0
+        while True:
+            why = "the connection has ended"
+            try:
+                await self._connected(first)
+            except* _failures() as group:
+                why = _said(group)
+            except* asyncio.CancelledError:
+                raise
+            if self._healthy:
+                attempt = 0
+            self._healthy, self._client = False, None
+            self._tell(False, why)
+            await asyncio.sleep(PAUSES_S[min(attempt, len(PAUSES_S) - 1)])
+            attempt += 1
+
+    async def _connected(self, first: asyncio.Event) -> None:
+        """Until something breaks, which is raised or returned from."""
+        from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        client = Redis.from_url(
+            self._url,
+            socket_timeout=PATIENCE_S,
+            socket_connect_timeout=PATIENCE_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+        pubsub = client.pubsub(ignore_subscribe_messages=True)
+        self._broken.clear()
+        self._echo.clear()
+        try:
+            async with asyncio.timeout(2 * PATIENCE_S):
+                await pubsub.subscribe(self._channel)
+            async with asyncio.TaskGroup() as group:
+                works = [
+                    group.create_task(work)
+                    for work in (self._listen(pubsub), self._probe(client), self._sending(client))
+                ]
+                await self._echoed(client)
+                self._client, self._healthy = client, True
+                self._tell(True, "")
+                if first.is_set():
+                    self._missed()
+                first.set()
+                await self._broken.wait()
+                for work in works:
+                    work.cancel()
+        finally:
+            self._healthy = False
+            with contextlib.suppress(*_failures()):
+                async with asyncio.timeout(PATIENCE_S):
+                    await pubsub.aclose()  # type: ignore[no-untyped-call]
+                    await client.aclose()
+
+    async def _listen(self, pubsub: Any) -> None:
+        while True:
+            message = await pubsub.get_message(timeout=PROBE_S)
+            data = None if message is None else message.get("data")
+            if not isinstance(data, bytes) or len(data) > WORDS_BYTES:
+                continue
+            origin, *keys = data.decode("utf-8", "replace").split("\n")
+            if origin == self._me:
+                self._echo.set()
+                continue
+            for key in keys[:BATCH]:
+                if 0 < len(key) <= MAX_KEY:
+                    self._heard(key)
+
+    async def _probe(self, client: Redis) -> None:
+        while True:
+            await asyncio.sleep(PROBE_S)
+            await self._echoed(client)
+
+    async def _echoed(self, client: Redis) -> None:
+        """Our own word has come back; TimeoutError if it does not."""
+        self._echo.clear()
+        async with asyncio.timeout(2 * PATIENCE_S):
+            await client.publish(self._channel, self._me)
+            await self._echo.wait()
+
+    async def _sending(self, client: Redis) -> None:
+        while True:
+            await self._news.wait()
+            await self._send(client)
+
+    async def _send(self, client: Redis) -> None:
+        self._news.clear()
+        while self._queue:
+            keys = list(self._queue)[:BATCH]
+            for key in keys:
+                del self._queue[key]
+            await client.publish(self._channel, "\n".join((self._me, *keys)))
+
+    def _tell(self, healthy: bool, why: str) -> None:
+        if self._told is healthy or (self._told is None and healthy):
+            self._told = healthy
+            return
+        self._told = healthy
+        if healthy:
+            self._log("coordination: Redis answers again")
+        else:
+            self._log(f"coordination: Redis is lost, all goes on without it, only slower: {why}")
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    from redis.exceptions import RedisError
+
+    return (RedisError, OSError, TimeoutError, ValueError)
+
+
+def _said(group: BaseExceptionGroup[Any]) -> str:
+    """The first of the reasons, in few words."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {str(error)[:200]}" if str(error) else type(error).__name__
