@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from corral.api.asgi import Application
     from corral.api.keys import AdminKey
     from corral.api.routes import Reply
+    from corral.ports.coordination import Coordination
     from corral.ports.node import Node
     from corral.ports.store import Store
     from corral.services.control import Services
@@ -470,9 +471,15 @@ def _configured(given: config.OciProgram, settings: config.Config, installation_
 
 
 async def make_services(
-    settings: config.Config, store: Store, node: Node, progress: Progress | None, log: Log
+    settings: config.Config,
+    store: Store,
+    node: Node,
+    progress: Progress | None,
+    log: Log,
+    coordination: Coordination | None = None,
 ) -> Services:
-    """The services over the ports."""
+    """The services over the ports. Without `coordination` this process is the only worker."""
+    from corral.adapters.coordination.inprocess import InProcess
     from corral.domain.policy import Policy
     from corral.domain.request import HostCaps
     from corral.domain.runner import Names, Runner
@@ -507,6 +514,7 @@ async def make_services(
         entropy=os.urandom,
         log=log,
         delays=settings.delays,
+        coordination=coordination or InProcess(),
         worker=settings.worker or "owner",
         unsafe=settings.unsafe,
         progress=progress,
