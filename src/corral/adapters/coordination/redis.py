@@ -78,6 +78,8 @@ class RedisCoordination:
         self._task: asyncio.Task[None] | None = None
         self._healthy = False
         self._told: bool | None = None
+        self._epoch = 0
+        """How many connections have worked."""
 
     @property
     def healthy(self) -> bool:
@@ -131,15 +133,13 @@ class RedisCoordination:
     # -- the connection --------------------------------------------------------------------------------------------------------
     async def _hold(self, first: asyncio.Event) -> None:
         attempt = 0
-        while True:
-            why = "the connection has ended"
+        while self._task is not None:  # a group of tasks that breaks while it is cancelled tells only of the break
+            began, why = self._epoch, "a call was not answered"
             try:
                 await self._connected(first)
-            except* _failures() as group:
-                why = _said(group)
-            except* asyncio.CancelledError:
-                raise
-            if self._healthy:
+            except (*_failures(), ExceptionGroup) as error:
+                why = _said(error)
+            if self._epoch != began:
                 attempt = 0
             self._healthy, self._client = False, None
             self._tell(False, why)
@@ -172,6 +172,7 @@ class RedisCoordination:
                 ]
                 await self._echoed(client)
                 self._client, self._healthy = client, True
+                self._epoch += 1
                 self._tell(True, "")
                 if first.is_set():
                     self._missed()
@@ -242,9 +243,8 @@ def _failures() -> tuple[type[Exception], ...]:
     return (RedisError, OSError, TimeoutError, ValueError)
 
 
-def _said(group: BaseExceptionGroup[Any]) -> str:
+def _said(error: Exception) -> str:
     """The first of the reasons, in few words."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
+    while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {str(error)[:200]}" if str(error) else type(error).__name__
