@@ -1,0 +1,164 @@
+"""What node and guest really did, whatever anybody was told."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+from corral.testing.history.checker import History, Rule, Violation
+from corral.testing.history.events import Event
+
+
+def barrier(history: History) -> Iterator[Violation]:
+    for sandbox, seen in history.by_sandbox.items():
+        taken = [event for event in seen if event.kind == "fenced" and event.fence is not None]
+        for call in history.acquired(sandbox):
+            assert call.told and call.fence
+            history.examined["barrier"] += 1
+            if not any(event.fence == call.fence and event.at <= call.told.at for event in taken):
+                what = f"{call.fact('owner')} was told of {call.fence} on {sandbox} before the guest had taken it"
+                late = [event for event in taken if event.fence == call.fence][:1]
+                yield Violation("barrier", what, (*call.events, *late))
+
+
+def floors_rise(history: History) -> Iterator[Violation]:
+    for sandbox, seen in history.by_sandbox.items():
+        floors = [event for event in seen if event.kind in ("create", "floor")]
+        for earlier, later in pairwise(floors):
+            history.examined["floors-rise"] += 1
+            if earlier.fence and later.fence and later.fence < earlier.fence:
+                what = f"the floor of {sandbox} fell from {earlier.fence} to {later.fence}"
+                yield Violation("floors-rise", what, (earlier, later))
+
+
+def _by_instance(history: History) -> dict[str, list[Event]]:
+    found: dict[str, list[Event]] = defaultdict(list)
+    for event in history.events:
+        if event.by.startswith("node") and "instance" in event.facts:
+            found[str(event["instance"])].append(event)
+    return found
+
+
+def no_stale_effect(history: History) -> Iterator[Violation]:
+    lines = _lines_by_op(history)
+    for instance, seen in _by_instance(history).items():
+        floor: Event | None = None
+        running: dict[str, Event] = {}
+        ended: dict[str, Event] = {}
+        started: list[Event] = []
+        for event in seen:
+            if event.kind in ("create", "floor") and event.fence is not None:
+                if floor is None or (floor.fence is not None and event.fence > floor.fence):
+                    floor = event
+            elif event.kind == "start":
+                history.examined["no-stale-effect"] += 1
+                running[str(event["exec"])] = event
+                started.append(event)
+                if floor is not None and floor.fence and event.fence and event.fence < floor.fence:
+                    what = f"an exec with {event.fence} started in {instance} above whose floor is {floor.fence}"
+                    yield Violation("no-stale-effect", what, (floor, event))
+            elif event.kind in ("end", "refused"):
+                running.pop(str(event["exec"]), None)
+                ended[str(event["exec"])] = event
+            elif event.kind == "fenced" and event.get("mode") == "kill":
+                for older in running.values():
+                    if older.fence and event.fence and older.fence < event.fence:
+                        what = f"an exec with {older.fence} was still there when {event.fence} took over"
+                        yield Violation("no-stale-effect", what, (older, event))
+        yield from _late_lines(history, seen, started, lines)
+
+
+def _late_lines(
+    history: History, seen: list[Event], started: list[Event], lines: dict[str, list[Event]]
+) -> Iterator[Violation]:
+    """What a program writes after the barrier of a take-over that should have ended it."""
+    barriers = [event for event in seen if event.kind == "fenced" and event.get("mode") == "kill"]
+    for start in started:
+        over = _first(barriers, start)
+        for line in lines.get(str(start.get("op")), ()):
+            history.examined["no-stale-effect"] += 1
+            if over is not None and line.at > over.at:
+                what = f"{start.get('op')} with {start.fence} wrote after {over.fence} had taken over"
+                yield Violation("no-stale-effect", what, (start, over, line))
+                break
+
+
+def _first(barriers: list[Event], start: Event) -> Event | None:
+    newer = [b for b in barriers if b.fence and start.fence and b.fence > start.fence and b.at > start.at]
+    return newer[0] if newer else None
+
+
+def _lines_by_op(history: History) -> dict[str, list[Event]]:
+    found: dict[str, list[Event]] = defaultdict(list)
+    for event in history.of("line"):
+        found[str(event["op"])].append(event)
+    return found
+
+
+def dead_is_dead(history: History) -> Iterator[Violation]:
+    lines = _lines_by_op(history)
+    for instance, seen in _by_instance(history).items():
+        dead = next((event for event in seen if event.kind == "destroyed"), None)
+        if dead is None:
+            continue
+        for event in seen:
+            history.examined["dead-is-dead"] += 1
+            if event.kind in ("start", "fenced") and event.at > dead.at:
+                yield Violation("dead-is-dead", f"{event.kind} in {instance} after its end", (dead, event))
+            late = [line for line in lines.get(str(event.get("op")), ()) if line.at > dead.at]
+            if event.kind == "start" and late:
+                yield Violation("dead-is-dead", f"{event.get('op')} wrote after its instance's end", (dead, late[0]))
+
+
+def code_once(history: History) -> Iterator[Violation]:
+    by_exec: dict[str, list[Event]] = defaultdict(list)
+    by_op: dict[str, list[Event]] = defaultdict(list)
+    for event in history.of("start"):
+        by_exec[str(event["exec"])].append(event)
+        if event.get("op") is not None:
+            by_op[str(event["op"])].append(event)
+    for name, starts in by_exec.items():
+        history.examined["code-once"] += 1
+        # The same frame may be sent again after a crash; a guest that knows the exec starts nothing.
+        if len({event["instance"] for event in starts}) > 1:
+            yield Violation("code-once", f"{name} was started in several instances", tuple(starts))
+    for op, starts in by_op.items():
+        history.examined["code-once"] += 1
+        different = {event["exec"]: event for event in starts}
+        first, last = starts[0].at, starts[-1].at
+        if len(different) > 1 and not history.restored_within(first, last):
+            yield Violation("code-once", f"the program of {op} was started {len(different)} times", tuple(starts))
+    for op, lines in _lines_by_op(history).items():
+        begun = [line for line in lines if line.get("what") == "begin"]
+        history.examined["code-once"] += 1
+        if len(begun) > 1 and not history.restored_within(begun[0].at, begun[-1].at):
+            yield Violation("code-once", f"the program of {op} ran {len(begun)} times inside", tuple(begun))
+
+
+def started_agrees(history: History) -> Iterator[Violation]:
+    sent: dict[str, Event] = {}
+    seen: dict[str, Event] = {}
+    for event in history.of("start", "started"):
+        if event.get("op") is not None:
+            sent.setdefault(str(event["op"]), event)
+            if event.kind == "started":
+                seen.setdefault(str(event["op"]), event)
+    for op, lines in _lines_by_op(history).items():
+        seen.setdefault(op, lines[0])
+    witnessed = any(event.by.startswith("node") for event in history.events)
+    for told in history.events:
+        op, started = told.get("of", told.get("op")), told.get("started", "nothing")
+        if told.kind not in ("return", "run") or op is None or started == "nothing":
+            continue
+        history.examined["started-agrees"] += 1
+        ran = seen.get(str(op))
+        if started is False and ran is not None and not history.restored_within(ran.at, told.at):
+            yield Violation("started-agrees", f"{op} is said not to have started, and did", (ran, told))
+        if witnessed and started is True and str(op) not in sent:
+            yield Violation("started-agrees", f"{op} is said to have started, and nobody saw it", (told,))
+        if told.get("reason") == "ok" and told.get("out") != f"done {op}\n":
+            yield Violation("started-agrees", f"{op} is said to have succeeded, without its output", (told,))
+
+
+RULES: tuple[Rule, ...] = (barrier, floors_rise, no_stale_effect, dead_is_dead, code_once, started_agrees)
