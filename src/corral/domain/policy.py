@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
+from corral.domain.addresses import Network, parse_network
 from corral.domain.grade import ACCEPTABLE, Letter
 from corral.domain.limits import LIMIT_NAMES
 from corral.domain.placement import STRONG, Needs
 from corral.domain.quantities import parse_seconds, parse_size, shown
+from corral.domain.quota import EVERYBODY, PRIORITIES, Ceiling, QuotaRules, TenantLimits
+from corral.domain.webhook import WebhookRules
 from corral.errors import CorralError
 
 T = TypeVar("T")
@@ -79,6 +82,20 @@ class TemplateRule:
 
 
 @dataclass(frozen=True)
+class QueueRule:
+    """How long a run may wait: what a caller gets who says nothing, and the most that may be asked for."""
+
+    timeout_s: float = 600.0
+    max_timeout_s: float = 86400.0
+
+
+RUNS_PER_CPU = 32
+LEAST_RUNS = 64
+MOST_QUEUED = 1000
+"""Runs at once on a host, and runs that may wait for each tenant, where a policy does not say."""
+
+
+@dataclass(frozen=True)
 class Policy:
     """A checked policy; `classes` in the document's order, smallest first by `smallest_class`."""
 
@@ -93,6 +110,18 @@ class Policy:
     grades: Mapping[str, Letter] = field(default_factory=lambda: dict(GRADES))
     """Isolation -> the least grade of a runtime for it."""
     networks: frozenset[str] = field(default_factory=lambda: frozenset({"none"}))
+    capacity: Mapping[str, int | None] = field(default_factory=dict)
+    """What all tenants together may hold; `running` depends on the host if it is not in here."""
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
+    queue: QueueRule = field(default_factory=QueueRule)
+    webhooks: WebhookRules = field(default_factory=WebhookRules)
+    calls_per_minute: int | None = None
+    """Of each key; None = any number."""
+
+    def quota(self, cpus: float) -> QuotaRules:
+        """The rules of queue and quota on a host with so many CPUs."""
+        runs = max(LEAST_RUNS, int(RUNS_PER_CPU * cpus))
+        return QuotaRules(Ceiling(**{"running": runs, **self.capacity}), dict(self.tenants))
 
     def needs(self, isolation: str | None) -> Needs:
         """What a runtime must be for a request of this isolation (None = the caller said nothing)."""
@@ -117,7 +146,10 @@ class Policy:
     def from_dict(cls, doc: Any) -> Policy:
         """See the module docstring."""
         top = _Node(
-            doc, "policy", {"name", "version", "defaults", "classes", "caps", "templates", "isolation", "networks"}
+            doc,
+            "policy",
+            {"name", "version", "defaults", "classes", "caps", "templates", "isolation", "networks"}
+            | {"capacity", "tenants", "queue", "webhooks", "rate"},
         )
         version = top.get("version", _integer)
         if version != 1:
@@ -158,6 +190,11 @@ class Policy:
             require_enforced=frozenset(enforced),
             grades=grades,
             networks=frozenset(networks),
+            capacity=_amounts(top.part("capacity", set(_CAPACITY)), _CAPACITY),
+            tenants=_tenants(top),
+            queue=_queue(top.part("queue", {"timeout_s", "max_timeout_s"})),
+            webhooks=_webhooks(top.part("webhooks", {"allow", "http", "ports", "private"})),
+            calls_per_minute=top.part("rate", {"per_minute"}).get("per_minute", _most(_count), None),
         )
 
 
@@ -244,6 +281,55 @@ def _defaults(
     return made
 
 
+_CAPACITY = ("running", "sandboxes", "cpu", "memory")
+_HELD = ("queue", *_CAPACITY)
+
+
+def _amounts(node: _Node, names: tuple[str, ...]) -> dict[str, int | None]:
+    """The ceilings that the document names; `none` is a ceiling that nothing passes."""
+    readers: dict[str, Callable[[Any], int]] = {"cpu": _millicores, "memory": _size}
+    field_of = {"queue": "queued"}
+    given = {name: node.get(name, _most(readers.get(name, _count))) for name in names if name in node}
+    return {field_of.get(name, name): most for name, most in given.items()}
+
+
+def _tenants(top: _Node) -> dict[str, TenantLimits]:
+    """Each tenant's limits; what one does not name it has from `*`."""
+    nodes = top.nodes("tenants", {*_HELD, "weight", "priorities"}) if "tenants" in top else {}
+    common: dict[str, int | None] = {"queued": MOST_QUEUED}
+    made: dict[str, TenantLimits] = {}
+    everybody = TenantLimits(Ceiling(queued=MOST_QUEUED))
+    for name, node in sorted(nodes.items(), key=lambda item: item[0] != EVERYBODY):
+        held = {**common, **_amounts(node, _HELD)}
+        weight = node.get("weight", _positive, everybody.weight)
+        if not 0.01 <= weight <= 1000:
+            node.fail("weight", f"a weight is from 0.01 to 1000, not {weight:g}")
+        allowed = frozenset(node.get("priorities", _priorities, tuple(everybody.priorities)))
+        made[name] = TenantLimits(Ceiling(**held), weight, allowed)
+        if name == EVERYBODY:
+            common, everybody = held, made[name]
+    return {EVERYBODY: everybody, **made}
+
+
+def _queue(node: _Node) -> QueueRule:
+    rule = QueueRule()
+    most = node.get("max_timeout_s", _time, rule.max_timeout_s)
+    usual = node.get("timeout_s", _time, min(rule.timeout_s, most))
+    if usual > most:
+        node.fail("timeout_s", f"{usual:g} is over the max_timeout_s of {most:g}")
+    return QueueRule(usual, most)
+
+
+def _webhooks(node: _Node) -> WebhookRules:
+    rule = WebhookRules()
+    return WebhookRules(
+        ports=frozenset(node.get("ports", _ports, tuple(rule.ports))),
+        http=node.get("http", _flag, rule.http),
+        private=node.get("private", _networks, ()),
+        allow=node.get("allow", _flag, rule.allow),
+    )
+
+
 class _Node:
     """A mapping of the document with its path."""
 
@@ -271,6 +357,13 @@ class _Node:
             return read(self._value[name])
         except ValueError as error:
             self.fail(name, str(error))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._value
+
+    def part(self, name: str, known: set[str]) -> _Node:
+        """A mapping that may be missing."""
+        return _Node(self._value.get(name) or {}, f"{self._path}.{name}", known)
 
     def node(self, name: str, known: set[str]) -> _Node:
         return _Node(self.get(name, lambda value: value), f"{self._path}.{name}", known)
@@ -321,6 +414,36 @@ def _positive(value: Any) -> float:
     if not 0 < value < float("inf"):
         raise ValueError(f"must be a finite number greater than 0, not {shown(value)}")
     return value
+
+
+def _most(read: Callable[[Any], int]) -> Callable[[Any], int | None]:
+    """`none`, or what `read` reads."""
+    return lambda value: None if value is None or value == "none" else read(value)
+
+
+def _millicores(value: Any) -> int:
+    return max(1, round(_positive(value) * 1000))
+
+
+def _ports(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"must be a list of ports, not {shown(value)}")
+    if wrong := [port for port in value if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536]:
+        raise ValueError(f"a port is from 1 to 65535, not {shown(wrong[0])}")
+    return tuple(value)
+
+
+def _networks(value: Any) -> tuple[Network, ...]:
+    return tuple(parse_network(word) for word in _words(value))
+
+
+def _priorities(value: Any) -> tuple[str, ...]:
+    words = _words(value)
+    if unknown := sorted(set(words) - set(PRIORITIES)):
+        raise ValueError(f"there is no priority {shown(unknown[0])}; known: {', '.join(PRIORITIES)}")
+    if not words:
+        raise ValueError("name at least one priority")
+    return words
 
 
 def _flag(value: Any) -> bool:
