@@ -13,6 +13,11 @@ from corral.domain.records import LeaseRecord
 from corral.errors import CorralError
 
 SYSTEM = "system:"
+REGRESSED = SYSTEM + "store_regressed"
+"""The owner after the store went backwards: nobody's work ended, so nothing of it is stopped, and its caller may go on."""
+BETWEEN = "/"
+"""Between the key and the owner that it names: no key has it in its name, so no owner can be written that is another key's."""
+MAX_OWNER = 200
 
 
 def system_owner(reason: str) -> str:
@@ -22,6 +27,39 @@ def system_owner(reason: str) -> str:
 
 def is_system(owner: str | None) -> bool:
     return owner is not None and owner.startswith(SYSTEM)
+
+
+def owner_name(key: str, owner: str | None) -> str:
+    """What stands in the row: the key itself (the implicit lease of its callers), or `<key>/<owner>` for an owner that it names."""
+    return key if owner is None else f"{key}{BETWEEN}{owner}"
+
+
+def key_of(lease_owner: str) -> str:
+    """The key of an owner's name; a system owner is its own."""
+    return lease_owner if is_system(lease_owner) else lease_owner.partition(BETWEEN)[0]
+
+
+def named(lease_owner: str | None) -> str | None:
+    """The owner as its caller named it; an implicit lease is named by its key."""
+    if lease_owner is None or is_system(lease_owner):
+        return lease_owner
+    key, between, owner = lease_owner.partition(BETWEEN)
+    return owner if between else key
+
+
+def is_implicit(lease_owner: str | None) -> bool:
+    """True for the lease of a caller that knows none."""
+    return lease_owner is not None and not is_system(lease_owner) and BETWEEN not in lease_owner
+
+
+def ttl_of(lease: LeaseRecord) -> int:
+    """How long it was taken or extended for, in milliseconds."""
+    return max(1, lease.expires_at - lease.heartbeat_at)
+
+
+def left_ms(lease: LeaseRecord, now_ms: int) -> int:
+    """What its holder may still count on; never below 0."""
+    return max(0, lease.expires_at - now_ms)
 
 
 def first(sandbox_id: str, now_ms: int) -> LeaseRecord:

@@ -195,6 +195,8 @@ class LeaseChange:
     kind: str
     owner: str | None = None
     ttl_ms: int = 0
+    if_expired: bool = False
+    """`conflict` unless it has expired by the store's clock: whoever reads is never sure of that."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,8 @@ class Transition:
     end_execs: str | None = None
     audit: AuditRecord | None = None
     done: tuple[CommandDone, ...] = ()
+    settled: bool = False
+    """What the sandbox holds has changed hands cleanly: `environment_version` + 1."""
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,8 @@ TABLE: tuple[Row, ...] = (
         condemn=True,
     ),
     _row("26", "running", "acquire", SAME, when="owner_system same_session", lease="take", commands="fence_adopt"),
+    # The same caller under a name, one that comes again, or the one from whom the store's past took it: what runs is theirs.
+    _row("26a", "leased running", "acquire", SAME, when="own", lease="take", commands="fence_adopt"),
     _row("20b", "leased running paused reuse_checking", "acquire", SAME, when="other_owner", answer="lease_held"),
     _row("20c", "hibernating recycling locking pausing resuming", "acquire", SAME, answer="join"),
     _row("21", "running", "exec_ended", SAME, when="others_run", commands="record_result"),

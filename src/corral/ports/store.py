@@ -35,10 +35,11 @@ from corral.domain.records import (
     SandboxView,
     Transition,
 )
+from corral.ports.leases import LeaseStore
 from corral.ports.workers import WorkerStore
 
 
-class Store(WorkerStore, Protocol):
+class Store(LeaseStore, WorkerStore, Protocol):
     """See the module docstring; `None` from a `get_*` means that there is no such row."""
 
     async def open(self) -> None: ...

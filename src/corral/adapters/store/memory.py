@@ -26,6 +26,7 @@ from corral.domain.records import (
     Transition,
 )
 
+from .memory_leases import MemoryLeases
 from .memory_workers import MemoryWorkers
 from .rows import (
     AUDIT,
@@ -57,6 +58,7 @@ from .rows import (
 from .sql_text import page_size
 from .transactions import (
     changed_lease,
+    check_expired,
     check_holder,
     check_monotone,
     check_move,
@@ -67,7 +69,7 @@ T = TypeVar("T")
 _ABSENT: Any = object()
 
 
-class MemoryStore(MemoryWorkers):
+class MemoryStore(MemoryLeases, MemoryWorkers):
     """`corral.ports.store.Store` in dictionaries. Rows survive `close` and `open` of the same object."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------
@@ -219,6 +221,7 @@ class MemoryStore(MemoryWorkers):
         if old.version != transition.expect_version:
             raise conflict(f"sandbox {old.sandbox_id} is at version {old.version}", state=old.state)
         check_monotone(old, step.changes)
+        check_expired(transition.lease, lease, self._now)
         row: Row = {**self._sandboxes[old.sandbox_id], **step.changes}
         row.update(state=step.new_state, version=old.version + 1)
         self._put(self._sandboxes, old.sandbox_id, row)
@@ -234,6 +237,8 @@ class MemoryStore(MemoryWorkers):
             self._insert(self._commands, COMMAND, new_command(command, self._now))
         if transition.end_execs is not None:
             self._end_execs(old.sandbox_id, transition.end_execs)
+        if transition.settled:
+            self._put(self._environments, old.sandbox_id, self._environments.get(old.sandbox_id, 1) + 1)
         event_id = self._add_event(step.event, old.sandbox_id, old.state, step.new_state)
         if step.audit is not None:
             self._append(self._audit, "audit_id", step.audit)

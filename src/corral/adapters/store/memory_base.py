@@ -51,6 +51,7 @@ class MemoryBase:
         self._events: dict[Any, Row] = {}
         self._audit: dict[Any, Row] = {}
         self._workers: dict[Any, Row] = {}
+        self._environments: dict[Any, int] = {}
         self._keys: dict[Any, tuple[str, str]] = {}
         self._undo: list[tuple[dict[Any, Any], Any, Any]] = []
         self._now = 0

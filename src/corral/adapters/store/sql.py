@@ -27,6 +27,7 @@ from corral.domain.records import (
 )
 
 from . import transactions
+from .leases import SqlLeases
 from .rows import (
     AUDIT,
     EVENT,
@@ -43,7 +44,7 @@ from .rows import (
 from .workers import SqlWorkers
 
 
-class SqlStore(SqlWorkers):
+class SqlStore(SqlLeases, SqlWorkers):
     """See the module docstring."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from corral.domain.records import (
     ExecRecord,
     Idempotency,
     InstanceRecord,
+    LeaseChange,
     LeaseRecord,
     RunRecord,
     SandboxRecord,
@@ -327,6 +328,7 @@ def commit_transition(tx: Tx, step: Step) -> Committed:
             state=old.state,
         )
     check_monotone(old, step.changes)
+    check_expired(source.lease, lease, tx.now)
     [row] = tx.rows(
         f"UPDATE sandbox SET {_set(tuple(step.changes))}state = :state, version = version + 1"
         f" WHERE sandbox_id = :sandbox_id RETURNING {SANDBOX.select}",
@@ -347,6 +349,11 @@ def commit_transition(tx: Tx, step: Step) -> Committed:
             f" WHERE sandbox_id = :sandbox_id AND {one_of('state', OPEN_EXEC, params)}",
             params,
         )
+    if source.settled:
+        tx.rows(
+            "UPDATE sandbox_environment SET environment_version = environment_version + 1 WHERE sandbox_id = :sandbox_id",
+            {"sandbox_id": old.sandbox_id},
+        )
     event_id = _add_event(tx, step.event, old.sandbox_id, old.state, step.new_state)
     if step.audit is not None:
         add_audit(tx, step.audit)
@@ -362,6 +369,12 @@ def check_monotone(old: SandboxRecord, changes: Row) -> None:
         )
     if old.tainted and changes.get("tainted") is False:
         raise CorralError("illegal_transition", f"the taint of {old.sandbox_id} ends only with its destruction")
+
+
+def check_expired(change: LeaseChange | None, lease: LeaseRecord, now: int) -> None:
+    """`conflict` where a change is for an expired lease only, and this one is held (both stores)."""
+    if change is not None and change.if_expired and now < lease.expires_at:
+        raise conflict(f"the lease of {lease.sandbox_id} has not expired")
 
 
 def changed_lease(now: int, lease: LeaseRecord, kind: str, owner: str | None, ttl_ms: int) -> LeaseRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import sqlalchemy as sa
@@ -15,9 +16,13 @@ depends_on = None
 
 def upgrade() -> None:
     _workers()
+    _leases()
+    _identity()
 
 
 def downgrade() -> None:
+    _no_identity()
+    _no_leases()
     _no_workers()
 
 
@@ -61,3 +66,57 @@ def _no_workers() -> None:
         op.drop_column(table, "watched_until")
         op.drop_column(table, "driver")
     op.drop_table("worker")
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------------------
+
+
+def _identity() -> None:
+    op.add_column("tenant", sa.Column("created_by", sa.Text(), nullable=False, server_default=""))
+    for table, columns in _IDENTITY.items():
+        for name in columns:
+            number = name.endswith("_at")
+            op.add_column(table, _int(name) if number else _text(name, null=True))
+    op.add_column("api_key", sa.Column("created_by", sa.Text(), nullable=False, server_default=""))
+    _index("ix_api_key_tenant_id_created_at_key_id", "api_key", "tenant_id", "created_at", "key_id")
+    _index("ix_api_key_created_at_key_id", "api_key", "created_at", "key_id")
+    _index("ux_api_key_rotated_from", "api_key", "rotated_from", only="rotated_from IS NOT NULL", unique=True)
+    op.execute(
+        "INSERT INTO tenant (tenant_id, name, limits, created_at, created_by)"  # noqa: S608 - a number of ours
+        f" VALUES ('default', 'default', '{{}}', {time.time_ns() // 1_000_000}, 'system:migration')"
+        " ON CONFLICT (tenant_id) DO NOTHING"
+    )
+
+
+def _no_identity() -> None:
+    for name in (
+        "ux_api_key_rotated_from",
+        "ix_api_key_created_at_key_id",
+        "ix_api_key_tenant_id_created_at_key_id",
+    ):
+        op.drop_index(name, "api_key")
+    for table in ("api_key", "tenant"):
+        op.drop_column(table, "created_by")
+    for table, columns in _IDENTITY.items():
+        for name in columns:
+            op.drop_column(table, name)
+
+
+_IDENTITY = {
+    "tenant": ("disabled_at", "deleted_at"),
+    "user": ("disabled_at",),
+    "api_key": ("name", "last_used_at", "family", "rotated_from"),
+}
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------------------
+
+
+def _leases() -> None:
+    # What somebody has, the system not counted: rows of sandboxes that have ended are not in it.
+    held = "lease_owner IS NOT NULL AND substr(lease_owner, 1, 7) <> 'system:'"
+    _index("ix_sandbox_lease_expires_at", "sandbox_lease", "expires_at", only=held)
+
+
+def _no_leases() -> None:
+    op.drop_index("ix_sandbox_lease_expires_at", "sandbox_lease")
