@@ -1,0 +1,204 @@
+"""Frames on one connection: four bytes of length, then a packed list. Both sides are processes of one user (`check_peer`).
+
+A frame is `[kind, call, ...]`; the caller counts its calls. The callee answers each with one `RESULT` or `ERROR`, after any number of
+`PROGRESS`. Streams go beside it, either way: `ITEM`s, then `END` (with a problem when the source failed); the sender of a stream has
+`WINDOW` bytes of credit, and gets more by `CREDIT` as the receiver's reader takes what has come: one that is slow keeps at most that much
+waiting. `CANCEL` from the caller ends a call whose answer nobody wants any more. The first frame of either side is `HELLO`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from corral.errors import CorralError
+from corral.wire.codec import pack, unpack
+
+HELLO, CALL, RESULT, ERROR, ITEM, END, CREDIT, CANCEL, PROGRESS = range(9)
+VERSIONS = (1, 1)
+"""First and last version of the protocol that is spoken here."""
+MAX_FRAME = 256 * 1024 * 1024
+"""More than the longest answer: the kept output of an exec at its largest limit goes in one."""
+WINDOW = 256 * 1024
+PIECE = 64 * 1024
+"""Longer blocks of bytes are sent in pieces."""
+
+
+class Link(asyncio.Protocol):
+    """One connection. `frame` is called with each list that comes, `gone` once, when nothing more will."""
+
+    def __init__(self, frame: Callable[[list[Any]], None], gone: Callable[[], None]) -> None:
+        self._frame = frame
+        self._gone = gone
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self.open = False
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.open = True
+        try:
+            check_peer(transport.get_extra_info("socket"))
+        except PermissionError:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while len(buffer) - at >= 4:
+            length = int.from_bytes(buffer[at : at + 4], "big")
+            if length > MAX_FRAME:
+                self.abort()
+                return
+            if len(buffer) - at - 4 < length:
+                break
+            try:
+                frame = unpack(bytes(memoryview(buffer)[at + 4 : at + 4 + length]))
+                self._frame(frame)
+            except (ValueError, TypeError, IndexError, KeyError):  # not of our protocol
+                self.abort()
+                return
+            at += 4 + length
+        del buffer[:at]
+
+    def pause_writing(self) -> None:
+        self._flowing.clear()
+
+    def resume_writing(self) -> None:
+        self._flowing.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open = False
+        self._flowing.set()
+        self._gone()
+
+    # -- ours --------------------------------------------------------------------------------------------------------------
+    @property
+    def flowing(self) -> bool:
+        """What is sent now does not have to wait for the peer."""
+        return self.open and self._flowing.is_set()
+
+    def send(self, *frame: Any) -> None:
+        """Send a frame; nothing on a connection that is gone. TypeError for what has no form on the wire."""
+        packed = pack(list(frame))
+        if self.open and self._transport is not None:
+            self._transport.write(len(packed).to_bytes(4, "big") + packed)
+
+    async def flows(self) -> None:
+        """Wait while the peer does not read."""
+        await self._flowing.wait()
+
+    def close(self) -> None:
+        """Send what is waiting, then end."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def check_peer(sock: socket.socket) -> None:
+    """PermissionError unless the process at the other end runs as our user."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid = struct.unpack("3i", raw)[1]
+    if uid != os.geteuid():
+        raise PermissionError(f"the other end of the node's socket belongs to user {uid}")
+
+
+def agreed(theirs: Any) -> int:
+    """The newest version that both speak; `node_unavailable` when there is none."""
+    first, last = theirs
+    version = min(VERSIONS[1], int(last))
+    if version < max(VERSIONS[0], int(first)):
+        raise CorralError(
+            "node_unavailable",
+            f"the node speaks versions {first} to {last} of the protocol, this process {VERSIONS[0]} to {VERSIONS[1]}",
+            hint="restart corral serve, so that all its processes are of one version",
+            retryable=False,
+        )
+    return version
+
+
+class Credit:
+    """What a sender of a stream may still send."""
+
+    def __init__(self) -> None:
+        self._left = WINDOW
+        self._given = asyncio.Event()
+        self._over = False
+
+    async def wait(self) -> bool:
+        """Until something may be sent; False when nothing will be read any more."""
+        while self._left <= 0 and not self._over:
+            self._given.clear()
+            await self._given.wait()
+        return not self._over
+
+    def spend(self, size: int) -> None:
+        """So much was sent; the last frame may go over."""
+        self._left -= size
+
+    def give(self, size: int) -> None:
+        """The receiver has taken so much."""
+        self._left += size
+        self._given.set()
+
+    def end(self) -> None:
+        """Nobody reads any more."""
+        self._over = True
+        self._given.set()
+
+
+class Inflow:
+    """The receiving end of a stream: an iterator; `grant(bytes)` is called as they are taken."""
+
+    def __init__(self, grant: Callable[[int], None]) -> None:
+        self._grant = grant
+        self._items: deque[tuple[Any, int]] = deque()
+        self._came = asyncio.Event()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._taken = 0
+
+    def put(self, item: Any, size: int) -> None:
+        """One more has come."""
+        if not self._ended:
+            self._items.append((item, size))
+            self._came.set()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more comes: the end, or a failure, after what is here."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._came.set()
+
+    def __aiter__(self) -> Inflow:
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._items:
+            if self._ended:
+                if (error := self._error) is not None:
+                    self._error = None
+                    raise error
+                raise StopAsyncIteration
+            self._came.clear()
+            await self._came.wait()
+        item, size = self._items.popleft()
+        self._taken += size
+        if self._taken >= WINDOW // 4 and not self._ended:
+            self._grant(self._taken)
+            self._taken = 0
+        return item

@@ -1,0 +1,438 @@
+"""The node over its socket: whatever becomes of a connection, a call is done once or its caller is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.adapters.nodes.remote import RemoteNode
+from corral.domain.fence import Fence
+from corral.domain.limits import Limits
+from corral.errors import CorralError
+from corral.node.serving import NodeServer
+from corral.ports.node import Chunk, CreateInstance, Gap, HostFacts, InstanceReport
+from corral.wire import link as wire
+
+FENCE = Fence(1, 1)
+REQUEST = CreateInstance("ins_1", "sbx_1", 1, FENCE, "fake", "host", Limits(), 60.0)
+
+
+class Scripted:
+    """A node whose answers are the test's."""
+
+    def __init__(self) -> None:
+        self.node_id = "n1"
+        self.calls: list[tuple[str, Any]] = []
+        self.notices: asyncio.Queue[str] = asyncio.Queue()
+        self.go = asyncio.Event()
+        self.begun = asyncio.Event()
+        self.sent = 0
+        self.closed = 0
+        self.got = b""
+        self.ended: list[str] = []
+
+    async def host(self) -> HostFacts:
+        self.calls.append(("host", None))
+        return HostFacts("v2", "user", 1, 2)
+
+    async def lost(self) -> str:
+        return await self.notices.get()
+
+    async def create(self, request: CreateInstance, progress: Callable[[str, float | None], None] | None = None) -> Any:
+        self.calls.append(("create", request))
+        if progress is not None:
+            progress("building 你好", 0.5)
+        self.begun.set()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.ended.append("create cancelled")
+            raise
+        self.ended.append("create done")
+        return InstanceReport(request.instance_id, {"pid": 1}, "sha256:x", 1, {"a": 1.5})
+
+    async def wait_exec(self, exec_id: str) -> Any:
+        self.calls.append(("wait_exec", exec_id))
+        self.begun.set()
+        try:
+            await self.go.wait()
+        finally:
+            self.ended.append("wait_exec")
+        return exec_id
+
+    async def signal_exec(self, exec_id: str, signal: int) -> None:
+        self.calls.append(("signal_exec", signal))
+        self.begun.set()
+        await self.go.wait()
+
+    async def fence(self, instance_id: str, fence: Fence, mode: str) -> None:
+        raise CorralError("lease_lost", "an old 栅栏", hint="acquire it again", field="/x", floor="2.1", odd={1, 2})
+
+    async def stats(self, instance_id: str) -> Any:
+        raise KeyError("a defect")
+
+    async def stream_exec(self, exec_id: str, cursor: str | None = None) -> AsyncIterator[Chunk | Gap]:
+        self.calls.append(("stream_exec", cursor))
+        try:
+            for number in range(int(cursor or 0), 200):
+                self.sent = number + 1
+                yield Chunk("stdout", number * 65536, b"x" * 65536, number, str(number + 1))
+                await asyncio.sleep(0)
+        finally:
+            self.closed += 1
+
+    def get_tar(self, instance_id: str, path: str, user: str = "sandbox") -> AsyncIterator[bytes]:
+        return self._tar(path)
+
+    async def _tar(self, path: str) -> AsyncIterator[bytes]:
+        if path == "missing":
+            raise CorralError("not_found", "no such file")
+        yield b"abc"
+        if path == "broken":
+            raise CorralError("sandbox_lost", "gone")
+        yield b"def"
+
+    async def put_tar(
+        self, instance_id: str, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str = "sandbox"
+    ) -> None:
+        if dest == "refused":
+            raise CorralError("disk_full", "no room")
+        try:
+            async for block in tar:
+                self.got += block
+                self.begun.set()
+                if dest == "slow":
+                    await self.go.wait()
+        except CorralError as error:
+            self.ended.append(f"put_tar {error.code}")
+            raise
+
+    async def read_file(self, instance_id: str, path: str, **more: Any) -> Any:
+        node = self
+
+        class Blocks:
+            info, offset, length = path, 7, 6
+
+            def __init__(self) -> None:
+                self.left = [b"abc", b"def"]
+
+            def __aiter__(self) -> Any:
+                return self
+
+            async def __anext__(self) -> bytes:
+                if not self.left:
+                    raise StopAsyncIteration
+                return self.left.pop(0)
+
+            async def aclose(self) -> None:
+                node.closed += 1
+
+        return Blocks()
+
+
+class Stage:
+    """A node, its server, and what else a test opens."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.node = Scripted()
+        self.log: list[str] = []
+        self.server: NodeServer | None = None
+        self.clients: list[Any] = []
+
+    async def serve(self) -> None:
+        self.server = NodeServer(self.node, str(self.path), "node.sock", self.log.append)  # type: ignore[arg-type]
+        await self.server.start()
+
+    async def stop(self) -> None:
+        assert self.server is not None
+        await self.server.close(0.2)
+        self.server = None
+
+    async def client(self, **more: Any) -> Any:
+        made = RemoteNode(str(self.path / "node.sock"), **more)
+        self.clients.append(made)
+        await made.open()
+        return made
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    made = Stage(tmp_path)
+    await made.serve()
+    yield made
+    for client in made.clients:
+        await client.close()
+    if made.server is not None:
+        await made.stop()
+
+
+async def test_values_progress_and_errors_cross_whole(stage: Stage) -> None:
+    node = await stage.client()
+    assert node.node_id == "n1"
+    stage.node.go.set()
+    told: list[Any] = []
+    report = await node.create(REQUEST, lambda *said: told.append(said))
+    assert report == InstanceReport("ins_1", {"pid": 1}, "sha256:x", 1, {"a": 1.5})
+    assert told == [("building 你好", 0.5)]
+    assert stage.node.calls[0][1] == REQUEST
+    with pytest.raises(CorralError) as refused:
+        await node.fence("ins_1", FENCE, "kill")
+    error = refused.value
+    assert (error.code, error.detail, error.hint, error.field) == (
+        "lease_lost",
+        "an old 栅栏",
+        "acquire it again",
+        "/x",
+    )
+    assert error.facts == {"floor": "2.1", "odd": frozenset({1, 2})}
+    with pytest.raises(CorralError, match="KeyError") as failed:
+        await node.stats("ins_1")
+    assert failed.value.code == "infra_error"
+    assert any("KeyError" in line for line in stage.log)
+
+
+async def test_what_the_node_does_not_have_is_not_there(stage: Stage) -> None:
+    node = await stage.client()
+    assert hasattr(node, "create")
+    assert not hasattr(node, "checkpoint_instance")
+    assert not hasattr(node, "anything_else")
+
+
+async def test_the_socket_is_for_its_owner_only(stage: Stage) -> None:
+    assert os.stat(stage.path / "node.sock").st_mode & 0o777 == 0o600
+
+
+async def test_cheap_reads_are_asked_once_a_moment_and_at_once_when_fresh_is_wanted(stage: Stage) -> None:
+    node = await stage.client(fresh_s=60.0)
+    for _ in range(3):
+        assert (await node.host()).cpus == 2
+    assert stage.node.calls == [("host", None)]
+
+
+async def test_a_cancelled_call_is_cancelled_at_the_node(stage: Stage) -> None:
+    node = await stage.client()
+    call = asyncio.create_task(node.wait_exec("exe_1"))
+    await stage.node.begun.wait()
+    call.cancel()
+    await until(lambda: stage.node.ended == ["wait_exec"])
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+# -- streams -------------------------------------------------------------------------------------------------------------------
+async def test_a_slow_reader_holds_the_node_back(stage: Stage) -> None:
+    node = await stage.client()
+    source = node.stream_exec("exe_1")
+    first = await anext(source)
+    assert (first.offset, first.cursor) == (0, "1")
+    await asyncio.sleep(0.3)
+    assert stage.node.sent * 65536 <= 1024 * 1024
+    rest = [item.offset async for item in source]
+    assert rest == [number * 65536 for number in range(1, 200)]
+
+
+async def test_a_reader_that_leaves_ends_the_stream_at_the_node(stage: Stage) -> None:
+    node = await stage.client()
+    source = node.stream_exec("exe_1")
+    await anext(source)
+    await source.aclose()
+    await until(lambda: stage.node.closed == 1)
+    assert stage.node.sent < 200
+
+
+async def test_a_stream_tells_its_errors_before_and_after_its_first_block(stage: Stage) -> None:
+    node = await stage.client()
+    assert [block async for block in node.get_tar("ins_1", "fine")] == [b"abc", b"def"]
+    with pytest.raises(CorralError) as missing:
+        await anext(node.get_tar("ins_1", "missing"))
+    assert missing.value.code == "not_found"
+    source = node.get_tar("ins_1", "broken")
+    assert await anext(source) == b"abc"
+    with pytest.raises(CorralError) as broken:
+        await anext(source)
+    assert broken.value.code == "sandbox_lost"
+
+
+async def test_an_opened_file_has_its_members_and_its_blocks(stage: Stage) -> None:
+    node = await stage.client()
+    blocks = await node.read_file("ins_1", "/a", first=7)
+    assert (blocks.info, blocks.offset, blocks.length) == ("/a", 7, 6)
+    assert [block async for block in blocks] == [b"abc", b"def"]
+    await blocks.aclose()
+    left = await node.read_file("ins_1", "/a")
+    assert await anext(left) == b"abc"
+    await left.aclose()
+    await until(lambda: stage.node.closed == 2)
+
+
+async def blocks_of(size: int, count: int) -> AsyncIterator[bytes]:
+    for number in range(count):
+        yield bytes([number % 251]) * size
+
+
+async def test_what_is_sent_along_arrives_whole_and_waits_for_a_slow_node(stage: Stage) -> None:
+    node = await stage.client()
+    made = 0
+
+    async def source() -> AsyncIterator[bytes]:
+        nonlocal made
+        for number in range(100):
+            made += 1
+            yield bytes([number]) * 65536
+
+    call = asyncio.create_task(node.put_tar("ins_1", FENCE, source(), "slow"))
+    await stage.node.begun.wait()
+    await asyncio.sleep(0.3)
+    assert made * 65536 <= 1024 * 1024
+    stage.node.go.set()
+    await call
+    assert stage.node.got == b"".join([bytes([number]) * 65536 for number in range(100)])
+    stage.node.got = b""
+    await node.put_tar("ins_1", FENCE, blocks_of(1_000_000, 3), "fast")
+    assert len(stage.node.got) == 3_000_000
+
+
+async def test_an_error_of_the_source_is_the_call_s_and_the_node_hears_of_it(stage: Stage) -> None:
+    node = await stage.client()
+
+    async def source() -> AsyncIterator[bytes]:
+        yield b"abc"
+        raise ZeroDivisionError("the caller's own")
+
+    with pytest.raises(ZeroDivisionError):
+        await node.put_tar("ins_1", FENCE, source(), "fast")
+    assert stage.node.ended == ["put_tar infra_error"]
+
+
+async def test_a_refusal_comes_although_the_source_is_not_at_its_end(stage: Stage) -> None:
+    node = await stage.client()
+    with pytest.raises(CorralError) as refused:
+        await node.put_tar("ins_1", FENCE, blocks_of(65536, 1000), "refused")
+    assert refused.value.code == "disk_full"
+
+
+# -- broken connections --------------------------------------------------------------------------------------------------------
+async def test_calls_go_on_with_a_node_that_was_restarted(stage: Stage) -> None:
+    node = await stage.client()
+    waiting = asyncio.create_task(node.wait_exec("exe_1"))
+    making = asyncio.create_task(node.create(REQUEST))
+    source = node.stream_exec("exe_1")
+    seen = [(await anext(source)).offset for _ in range(5)]
+    await until(lambda: len(stage.node.calls) == 3)
+    await stage.stop()
+    stage.node.go.set()
+    await asyncio.sleep(0.1)
+    await stage.serve()
+    assert await waiting == "exe_1"
+    assert (await making).instance_id == "ins_1"
+    seen += [item.offset async for item in source]
+    assert seen == [number * 65536 for number in range(200)]
+    assert [name for name, _ in stage.node.calls].count("create") == 2
+
+
+async def test_what_must_not_be_done_twice_is_not_repeated(stage: Stage) -> None:
+    node = await stage.client()
+    call = asyncio.create_task(node.signal_exec("exe_1", 10))
+    await stage.node.begun.wait()
+    await stage.stop()
+    await stage.serve()
+    with pytest.raises(CorralError) as cut:
+        await call
+    assert (cut.value.code, cut.value.retryable) == ("node_unavailable", True)
+    assert stage.node.calls == [("signal_exec", 10)]
+
+
+async def test_a_node_that_does_not_come_back_is_said_to_be_unavailable(stage: Stage) -> None:
+    node = await stage.client(patience_s=0.2)
+    await stage.stop()
+    with pytest.raises(CorralError) as gone:
+        await node.stats("ins_1")
+    assert (gone.value.code, gone.value.status, gone.value.retryable) == ("node_unavailable", 503, True)
+    await stage.serve()
+    assert (await node.host()).cpus == 2
+
+
+async def test_a_worker_that_dies_leaves_nothing_half_done_and_nothing_waiting(stage: Stage) -> None:
+    node = await stage.client()
+    calls = [
+        asyncio.create_task(node.create(REQUEST)),
+        asyncio.create_task(node.wait_exec("exe_1")),
+        asyncio.create_task(node.put_tar("ins_1", FENCE, blocks_of(1000, 10_000), "slow")),
+    ]
+    await until(lambda: len(stage.node.calls) == 2 and bool(stage.node.got))
+    node._connection.link.abort()
+    await node.close()
+    await until(lambda: "wait_exec" in stage.node.ended)
+    stage.node.go.set()
+    await until(lambda: sorted(stage.node.ended) == ["create done", "put_tar node_unavailable", "wait_exec"])
+    for call in calls:
+        with pytest.raises(CorralError):
+            await call
+
+
+# -- notices -------------------------------------------------------------------------------------------------------------------
+async def test_a_notice_waits_for_a_worker_and_reaches_one_of_them(stage: Stage) -> None:
+    stage.node.notices.put_nowait("ins_a")
+    await asyncio.sleep(0.05)
+    one, two = await stage.client(), await stage.client()
+    assert await one.lost() == "ins_a"
+    second = asyncio.create_task(two.lost())
+    await asyncio.sleep(0.1)
+    assert not second.done()
+    stage.node.notices.put_nowait("ins_b")
+    assert await second == "ins_b"
+
+
+async def test_a_notice_whose_worker_died_with_it_reaches_another_and_one_that_was_dealt_with_does_not(
+    stage: Stage,
+) -> None:
+    one, two = await stage.client(), await stage.client()
+    for name in ("ins_a", "ins_b"):
+        stage.node.notices.put_nowait(name)
+    assert await one.lost() == "ins_a"
+    assert await one.lost() == "ins_b"  # asking again says that ins_a is done
+    await one.close()
+    assert await two.lost() == "ins_b"
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.1):
+            raise AssertionError(await two.lost())
+
+
+# -- the other end -------------------------------------------------------------------------------------------------------------
+async def test_a_stranger_is_not_served(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire.os, "geteuid", lambda: os.getuid() + 1)
+    reader, writer = await asyncio.open_unix_connection(str(stage.path / "node.sock"))
+    assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\2\x91\1", b"\0\0\0\1\xc1"])
+async def test_what_is_no_frame_ends_the_connection_and_nothing_else(stage: Stage, said: bytes) -> None:
+    reader, writer = await asyncio.open_unix_connection(str(stage.path / "node.sock"))
+    writer.write(said)
+    writer.write_eof()
+    with contextlib.suppress(ConnectionError):
+        assert await reader.read() == b""
+    writer.close()
+    assert (await (await stage.client()).host()).cpus == 2
+
+
+async def test_a_node_of_another_version_is_told_and_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    from corral.adapters.nodes import remote
+
+    monkeypatch.setattr(remote, "VERSIONS", (7, 9))
+    with pytest.raises(CorralError, match="speaks versions") as refused:
+        monkeypatch.setattr(remote, "agreed", lambda theirs: wire.agreed((7, 9)))
+        await stage.client(patience_s=0.5)
+    assert not refused.value.retryable
