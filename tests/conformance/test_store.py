@@ -1,4 +1,4 @@
-"""Both stores keep what the port promises."""
+"""Every store keeps what the port promises."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import pytest
 
 from corral.adapters.store.memory import MemoryStore
 from corral.adapters.store.migrate import ensure
+from corral.adapters.store.postgres import PostgresStore
 from corral.adapters.store.sqlite import SqliteStore
 from corral.testing.pytest_suites import StoreConformance
 from corral.testing.store import MakeStore
+from postgres_server import PostgresServer, postgres_server
+
+__all__ = ["postgres_server"]
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +44,9 @@ class TestMemoryStore(StoreConformance):
     @pytest.fixture
     def make_store(self) -> MakeStore:
         return MemoryStore
+
+
+class TestPostgresStore(StoreConformance):
+    @pytest.fixture
+    def make_store(self, postgres_server: PostgresServer) -> MakeStore:
+        return lambda clock: PostgresStore(postgres_server.fresh_database(tables=True), clock)

@@ -12,6 +12,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ _LOCK_WAIT_S = 60.0
 _ROOM = 1024 * 1024
 
 
+@dataclass(frozen=True)
+class Words:
+    """What the hints of a kind of database say."""
+
+    another: str
+    upgrade: str
+    backup: str
+
+
+SQLITE = Words("another CORRAL_STATE_DIR", "corral db upgrade", "corral db backup FILE")
+
+
 def ensure(path: Path) -> None:
     """Make the tables of an empty (or absent) database; `store_error` (not retryable) for another version or a foreign file."""
     if version(path) == HEAD:
@@ -35,7 +48,7 @@ def ensure(path: Path) -> None:
         if found is None:
             _create(path)
         elif found != HEAD:
-            raise _refusal(path, found)
+            raise refusal(str(path), found, SQLITE)
 
 
 def version(path: Path) -> str | None:
@@ -76,26 +89,32 @@ def _without_room(path: Path) -> str | None:
 
 
 def _foreign(path: Path, why: str) -> CorralError:
+    return foreign(str(path), why, SQLITE)
+
+
+def foreign(where: str, why: str, words: Words) -> CorralError:
+    """It is no database of ours."""
     return CorralError(
         "store_error",
-        f"{path} is not a database of Corral: {why}",
-        hint="move the file away or choose another CORRAL_STATE_DIR",
+        f"{where} is not a database of Corral: {why}",
+        hint=f"move it away or choose {words.another}",
         retryable=False,
     )
 
 
-def _refusal(path: Path, found: str) -> CorralError:
+def refusal(where: str, found: str, words: Words) -> CorralError:
+    """It is one of ours, of another version than this."""
     if found in REVISIONS:
         return CorralError(
             "store_error",
-            f"{path} is of the older version {found}; this Corral needs {HEAD}",
-            hint="upgrade it: corral db upgrade (corral db backup FILE keeps a copy first), or choose another CORRAL_STATE_DIR",
+            f"{where} is of the older version {found}; this Corral needs {HEAD}",
+            hint=f"upgrade it: {words.upgrade} ({words.backup} keeps a copy first), or choose {words.another}",
             retryable=False,
         )
     return CorralError(
         "store_error",
-        f"{path} is of version {found}, which this Corral ({HEAD}) does not know; a newer one made it",
-        hint="use the newer Corral, or choose another CORRAL_STATE_DIR",
+        f"{where} is of version {found}, which this Corral ({HEAD}) does not know; a newer one made it",
+        hint=f"use the newer Corral, or choose {words.another}",
         retryable=False,
     )
 
@@ -132,11 +151,20 @@ def _create(path: Path) -> None:
     run_alembic(path)
 
 
-def run_alembic(path: Path, revision: str = "head") -> None:
-    """Bring the database to `revision` in one transaction. The caller sees to it that nobody else does the same."""
-    import sqlalchemy
+def alembic(connection: Any, revision: str, *, down: bool = False) -> None:
+    """Migrate inside the open transaction of a SQLAlchemy connection."""
     from alembic import command
     from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    config.attributes["connection"] = connection
+    (command.downgrade if down else command.upgrade)(config, revision)
+
+
+def run_alembic(path: Path, revision: str = "head", *, down: bool = False) -> None:
+    """Bring the database to `revision` in one transaction. The caller sees to it that nobody else does the same."""
+    import sqlalchemy
 
     def connect() -> sqlite3.Connection:
         # Autocommit, so that the driver does not end our transaction around DDL, as it does by default.
@@ -148,12 +176,9 @@ def run_alembic(path: Path, revision: str = "head") -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     sqlalchemy.event.listen(engine, "begin", begin)
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
     try:
         with engine.begin() as connection:
-            config.attributes["connection"] = connection
-            command.upgrade(config, revision)
+            alembic(connection, revision, down=down)
             faults.point("store.migrate.before")
     except sqlalchemy.exc.SQLAlchemyError as error:
         told = f"the tables in {path} cannot be made: {error}"

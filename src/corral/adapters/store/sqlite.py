@@ -2,23 +2,16 @@
 
 A committed transaction survives `kill -9` of the process at any instant. Against loss of *power* the log is synced at checkpoints only
 (`synchronous = NORMAL`): the last commits before it may be missing, the file is never damaged. One file belongs to one server; others
-(`doctor`) may read it.
-
-A transaction is one hop: the caller's values are checked and encoded in its own thread, the writer runs `BEGIN IMMEDIATE` ... `COMMIT`,
-and the result comes back by `call_soon_threadsafe`. A caller that is cancelled leaves its transaction running; whether it happened
-must then be read, as after a crash.
+(`doctor`) may read it. How transactions come to the threads: `threaded`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import queue
 import secrets
 import sqlite3
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from corral import faults
 from corral.errors import CorralError
@@ -27,10 +20,9 @@ from . import migrate, transactions
 from .rows import (
     conflict,
 )
-from .sql import SqlStore
+from .threaded import Jobs, StoreThread, ThreadedStore
 from .transacting import Tx
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 READERS = 2
@@ -70,40 +62,20 @@ def _translate(error: sqlite3.Error) -> CorralError:
     return CorralError("store_error", f"the database does not answer: {error}")
 
 
-class _Worker:
-    """A thread with a connection of its own that takes jobs from a queue; the stop job ends it."""
+class _Worker(StoreThread):
+    """A connection to the file, for writing (`BEGIN IMMEDIATE`) or for reading (`BEGIN`)."""
 
-    def __init__(
-        self, name: str, path: Path, clock: Callable[[], int], jobs: queue.SimpleQueue[Any], begin: str
-    ) -> None:
+    def __init__(self, name: str, path: Path, clock: Callable[[], int], jobs: Jobs, begin: str) -> None:
+        super().__init__(name, jobs)
         self._path = path
         self._clock = clock
-        self._jobs = jobs
         self._begin = begin
         self._connection: sqlite3.Connection | None = None
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            work, loop, future = job
-            result: Any = None
-            failure: BaseException | None = None
-            try:
-                result = work(self)
-            except sqlite3.Error as error:
-                failure = _translate(error)
-                failure.__cause__ = error
-            except BaseException as error:  # whatever it is, it belongs to the caller, and the thread goes on
-                failure = error
-            try:
-                loop.call_soon_threadsafe(_deliver, future, result, failure)
-            except RuntimeError:
-                pass  # the caller's loop is closed: nobody waits any more
-            del job, work, future, result, failure
-        self._disconnect()
+    def translated(self, error: BaseException) -> BaseException:
+        return _translate(error) if isinstance(error, sqlite3.Error) else error
 
-    def _disconnect(self) -> None:
+    def disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             try:
@@ -129,7 +101,6 @@ class _Worker:
         return self._connection
 
     def transact(self, work: Callable[[Tx], T]) -> T:
-        """Run `work` in one transaction: all or nothing."""
         connection = self.connect()
         connection.execute(self._begin)
         writes = self._begin != "BEGIN"
@@ -150,107 +121,36 @@ class _Worker:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
         except sqlite3.Error:
-            self._disconnect()  # closing rolls back; the next job gets a new connection
+            self.disconnect()  # closing rolls back; the next job gets a new connection
 
 
-def _deliver(future: asyncio.Future[Any], result: Any, failure: BaseException | None) -> None:
-    if future.done():
-        return  # the caller was cancelled meanwhile
-    if failure is not None:
-        future.set_exception(failure)
-    else:
-        future.set_result(result)
-
-
-class SqliteStore(SqlStore):
+class SqliteStore(ThreadedStore[_Worker]):
     """`corral.ports.store.Store` on one SQLite file; see the module docstring.
 
     `clock` gives Unix epoch milliseconds and is called in the store's threads, once per transaction. `new_id(prefix)` makes the
-    installation id; 128 random bits without it. Usable from several event loops at once.
+    installation id; 128 random bits without it.
     """
 
     def __init__(self, path: str | Path, clock: Callable[[], int], new_id: Callable[[str], str] | None = None) -> None:
+        super().__init__()
         self._path = Path(path)
         self._clock = clock
         self._new_id = new_id
-        self._guard = threading.Lock()
-        self._workers: list[_Worker] = []
-        self._writes: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._usable = False
-        self._installation: str | None = None
 
-    # -- opening and closing ---------------------------------------------------------------------------------------------------
-    async def open(self) -> None:
-        """Make or check the tables, connect. Again: nothing. After a failure it may be tried again."""
+    def _made(self, writes: Jobs, reads: Jobs) -> Sequence[tuple[_Worker, Jobs]]:
+        writer = _Worker("store-writer", self._path, self._clock, writes, "BEGIN IMMEDIATE")
+        readers = [_Worker(f"store-reader-{n}", self._path, self._clock, reads, "BEGIN") for n in range(READERS)]
+        return [(writer, writes), *((reader, reads) for reader in readers)]
+
+    def _prepare(self, thread: _Worker) -> str:
         proposal = self._new_id("org") if self._new_id is not None else secrets.token_hex(16)
-
-        def prepare(worker: _Worker) -> str:
-            try:
-                migrate.ensure(self._path)
-            except OSError as error:
-                raise CorralError(
-                    "store_error",
-                    f"{self._path} cannot be opened: {error.strerror or error}",
-                    hint="does the state directory exist, and may this user write to it?",
-                    retryable=False,
-                ) from error
-            return worker.transact(lambda tx: transactions.installation_id(tx, proposal))
-
-        with self._guard:
-            if self._usable:
-                return
-            if not self._workers:
-                self._workers.append(_Worker("store-writer", self._path, self._clock, self._writes, "BEGIN IMMEDIATE"))
-                for number in range(READERS):
-                    self._workers.append(
-                        _Worker(f"store-reader-{number}", self._path, self._clock, self._reads, "BEGIN")
-                    )
-            prepared = self._hop(self._writes, prepare)
         try:
-            self._installation = await prepared
-        except BaseException:
-            self._stop()
-            raise
-        with self._guard:
-            self._usable = bool(self._workers)
-
-    async def close(self) -> None:
-        """Finish what is queued, then disconnect. Again: nothing."""
-        workers = self._stop()
-        for worker in workers:
-            await asyncio.to_thread(worker.thread.join)
-
-    def _stop(self) -> list[_Worker]:
-        with self._guard:
-            workers, self._workers = self._workers, []
-            self._usable = False
-            if workers:
-                self._writes.put(None)
-                for _ in range(READERS):
-                    self._reads.put(None)
-                self._writes, self._reads = queue.SimpleQueue(), queue.SimpleQueue()
-            return workers
-
-    def _hop(self, jobs: queue.SimpleQueue[Any], work: Callable[[_Worker], T]) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        jobs.put((work, loop, future))
-        return future
-
-    def _submit(self, writes: bool, work: Callable[[Tx], T]) -> asyncio.Future[T]:
-        with self._guard:
-            if not self._usable:
-                raise CorralError("store_error", "the store is not open", retryable=False)
-            return self._hop(self._writes if writes else self._reads, lambda worker: worker.transact(work))
-
-    async def _write(self, work: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._submit(True, lambda tx: work(tx, *args, **kwargs))
-
-    async def _read(self, work: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._submit(False, lambda tx: work(tx, *args, **kwargs))
-
-    async def installation_id(self) -> str:
-        if self._installation is None:
-            raise CorralError("store_error", "the store is not open", retryable=False)
-        return self._installation
+            migrate.ensure(self._path)
+        except OSError as error:
+            raise CorralError(
+                "store_error",
+                f"{self._path} cannot be opened: {error.strerror or error}",
+                hint="does the state directory exist, and may this user write to it?",
+                retryable=False,
+            ) from error
+        return thread.transact(lambda tx: transactions.installation_id(tx, proposal))
