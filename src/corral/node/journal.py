@@ -16,12 +16,14 @@ from typing import Any
 
 from corral.domain.fence import Fence
 from corral.errors import CorralError
+from corral.node import witness
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS instance (
   instance_id TEXT PRIMARY KEY, state TEXT NOT NULL, incarnation INTEGER NOT NULL, token INTEGER NOT NULL, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS exec (
   exec_id TEXT PRIMARY KEY, instance_id TEXT NOT NULL, state TEXT NOT NULL, ended_by TEXT, data TEXT NOT NULL, facts TEXT);
+CREATE TABLE IF NOT EXISTS fact (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 PRAGMA user_version = 1;
 """
 
@@ -122,6 +124,15 @@ class Journal:
         self._run("DELETE FROM instance WHERE instance_id = ?", instance_id)
         self.instances.pop(instance_id, None)
 
+    # -- single facts --------------------------------------------------------------------------------------------------
+    def fact(self, name: str) -> int:
+        """A number that was kept, 0 without one."""
+        row = self._run("SELECT value FROM fact WHERE name = ?", name).fetchone()
+        return 0 if row is None else int(row[0])
+
+    def set_fact(self, name: str, value: int) -> None:
+        self._run("INSERT OR REPLACE INTO fact VALUES (?, ?)", name, value)
+
     # -- execs ---------------------------------------------------------------------------------------------------------
     def put_exec(self, entry: ExecEntry) -> bool:
         """Insert; False when it is known already."""
@@ -141,6 +152,7 @@ class Journal:
 
     def end_exec(self, exec_id: str, facts: dict[str, Any]) -> None:
         """The facts; once."""
+        witness.note("end", exec=exec_id, started=facts.get("started"))
         self._run(
             "UPDATE exec SET state = 'ended', facts = ? WHERE exec_id = ? AND facts IS NULL", json.dumps(facts), exec_id
         )

@@ -20,12 +20,13 @@ from corral.errors import CorralError
 from corral.linux import cgroups, posture
 from corral.linux.guesttree import remove_tree
 from corral.node import execs as exec_life
-from corral.node import files, leftovers, making, snapshots
+from corral.node import files, leftovers, making, snapshots, witness
 from corral.node.body import Body
 from corral.node.execs import Exec
 from corral.node.filecalls import FileCalls
 from corral.node.interpreter import ensure_interpreter
 from corral.node.journal import ExecEntry, InstanceEntry, Journal
+from corral.node.pausing import Pausing
 from corral.node.probes import HostChecks, Probes
 from corral.node.snapshots import MemorySnapshots
 from corral.node.spool import Spool
@@ -63,7 +64,7 @@ ENVIRONMENT = {
 """What every exec has unless its spec says otherwise."""
 
 
-class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
+class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing):
     """See `ports.node.Node`. No I/O before `open`."""
 
     def __init__(
@@ -169,6 +170,32 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
     ) -> Body:
         body = self._body(entry.instance_id, runtime, instance, entry.data)
         body.background = True  # what earlier execs left is not remembered
+        if await self._find_pause(body):
+            # Nobody inside answers. Its execs are known, so that they can be waited for and ended; the rest comes with the thaw.
+            self._bodies[entry.instance_id] = body
+            for one in execs:
+                job = self._exec(body, one.exec_id, one.data, since_ticks=one.data["since_ticks"], ended_by=one.ended_by)
+                if one.state == "running":
+                    job.assume_started()
+                body.execs[one.exec_id] = job
+            body.spawn(self._reach_thawed(entry, body, execs))
+        else:
+            await self._reach(entry, body, execs)
+        body.watch(max(0.0, entry.data["deadline_at"] - time.monotonic()))
+        return body
+
+    async def _reach_thawed(self, entry: InstanceEntry, body: Body, execs: list[ExecEntry]) -> None:
+        try:
+            await self._reach(entry, body, execs)
+        except CorralError as error:
+            if error.code == "shutting_down":
+                raise
+            for job in body.execs.values():  # it is gone, or of no use: so are they
+                if job.task is None:
+                    job.follow(None)
+
+    async def _reach(self, entry: InstanceEntry, body: Body, execs: list[ExecEntry]) -> None:
+        """Connect to the guest of an adopted instance, and follow its execs."""
         client = await body.client()
         if client.hello.quiet:
             await self._wake(body)
@@ -186,9 +213,12 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
             started_at = one.data.get("started_at")
             known = status is not None and status["state"] != "unknown"
             spec = one.data
-            job = self._exec(body, one.exec_id, spec, since_ticks=spec["since_ticks"], ended_by=one.ended_by)
+            job = self._execs.get(one.exec_id) or self._exec(
+                body, one.exec_id, spec, since_ticks=spec["since_ticks"], ended_by=one.ended_by
+            )
             if not known:
                 self._execs.pop(one.exec_id, None)
+                body.execs.pop(one.exec_id, None)
                 job.spool.finish()
                 # The guest never had it; but who asks after a crash is told no more than that it is unknown (`decisions`).
                 infra = "the platform was interrupted while the program was being started"
@@ -205,14 +235,14 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
             # Not noted yet when its owner died: it began when it was journalled, within a tick.
             since = started_at if started_at is not None else spec["since_ticks"] / os.sysconf("SC_CLK_TCK")
             clock = time.monotonic() if started_at is not None else time.clock_gettime(time.CLOCK_BOOTTIME)
-            job.follow(status, max(0.0, clock - since))
-            if one.ended_by is not None:
-                body.spawn(job.end(one.ended_by))
+            job.paused_s = float(spec.get("paused_s", 0.0))
+            job.follow(status, max(0.0, clock - since - job.paused_s - self._stands_s(body)))
+            if job.ended_by is not None and not body.paused:
+                body.spawn(job.end(job.ended_by))
             elif (given := job.spool.saved_input()) is not None:
                 body.spawn(self._feed(body, one.exec_id, *given))
         await self._forget_save(entry.instance_id)
-        body.watch(max(0.0, entry.data["deadline_at"] - time.monotonic()))
-        return body
+        await self._settle_pause(body)
 
     def _end_lost(self, execs: Sequence[ExecEntry]) -> None:
         for one in execs:
@@ -328,6 +358,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
             snapshotted = {"born_as": snapshot.instance_id, "disk_base": snapshot.disk_base}
         clock.lap("template_ms")
         deadline_at = time.monotonic() + request.deadline_s
+        witness.note("create", instance=request.instance_id, sandbox=request.sandbox_id, fence=request.fence)
         body = await making.make(
             request,
             runtime,
@@ -352,6 +383,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
             clock=clock,
         )
         self._bodies[request.instance_id] = body
+        self._note("fenced", request.instance_id, fence=request.fence, mode="kill")
         body.watch(max(0.0, deadline_at - time.monotonic()))
         ref = making.ref_to_json(body.ref)
         return InstanceReport(request.instance_id, ref, template.digest, info.security_level, clock.phases)
@@ -383,6 +415,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         return await asyncio.shield(task)
 
     async def _destroy(self, instance_id: str, runtime: Runtime, reason: str) -> Evidence:
+        self._note("destroy", instance_id, reason=reason)
         self._journal.set_instance(instance_id, state="condemned")
         body = self._bodies.get(instance_id)
         if body is not None:
@@ -404,14 +437,29 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         return await self._undo(instance_id, runtime)
 
     async def _undo(self, instance_id: str, runtime: Runtime) -> Evidence:
-        return await making.undo(self._journal, runtime, self._directory(instance_id), instance_id)
+        sandbox = self._sandbox_of(instance_id)
+        evidence = await making.undo(self._journal, runtime, self._directory(instance_id), instance_id)
+        witness.note("destroyed", instance=instance_id, sandbox=sandbox, clean=evidence.clean)
+        return evidence
+
+    def _sandbox_of(self, instance_id: str) -> str | None:
+        entry = self._journal.instances.get(instance_id)
+        return None if entry is None else entry.data.get("sandbox_id")
+
+    def _note(self, kind: str, instance_id: str, **facts: Any) -> None:
+        witness.note(kind, instance=instance_id, sandbox=self._sandbox_of(instance_id), **facts)
 
     # -- fence and deadline --------------------------------------------------------------------------------------------
     def _alive(self, instance_id: str) -> Body:
+        body = self._living(instance_id)
+        body.check_free()
+        return body
+
+    def _living(self, instance_id: str) -> Body:
         body = self._bodies.get(instance_id)
         if body is not None and body.destroying is not None:
             raise CorralError("sandbox_deleted", f"instance {instance_id} is being destroyed")
-        if body is not None:
+        if body is not None and not body.paused:
             body.check_free()
         if body is None or body.gone.is_set():
             known = instance_id in self._journal.instances
@@ -423,22 +471,29 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
             raise CorralError("lease_lost", f"fence {fence} is below {body.floor}")
 
     async def fence(self, instance_id: str, fence: Fence, mode: Literal["kill", "adopt"]) -> None:
-        body = self._alive(instance_id)
+        body = self._living(instance_id)
         self._check_fence(body, fence)
+        self._note("floor", instance_id, fence=fence, mode=mode)
         self._journal.set_instance(instance_id, floor=fence)
-        if mode == "kill":
-            older = [job for job in body.execs.values() if job.fence < fence]
+        older = [job for job in body.execs.values() if job.fence < fence] if mode == "kill" else []
+        if body.paused:  # nothing inside can act, and the guest hears of it before anything can
+            for job in older:
+                job.decide("lease_lost")
+            return
+        if older:
             await asyncio.gather(*(job.end("lease_lost") for job in older))
         await (await body.client()).fence(fence, mode)
+        self._note("fenced", instance_id, fence=fence, mode=mode)
 
     async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
-        body = self._alive(instance_id)
+        body = self._living(instance_id)
         self._check_fence(body, fence)
         entry = self._journal.instances[instance_id]
         data = {**entry.data, "deadline_at": time.monotonic() + deadline_s}
         self._journal.put_instance(dataclasses.replace(entry, data=data))
         body.set_deadline(deadline_s)
-        await (await body.client()).extend_deadline(deadline_s, fence=fence)
+        if not body.paused:  # else the guest is told when it runs again
+            await (await body.client()).extend_deadline(deadline_s, fence=fence)
 
     # -- execs ---------------------------------------------------------------------------------------------------------
     async def start_exec(self, instance_id: str, fence: Fence, spec: ExecSpec) -> None:
@@ -462,6 +517,8 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         if not self._journal.put_exec(ExecEntry(spec.exec_id, instance_id, "starting", data)):
             return
         faults.point("node.exec.journalled")
+        told: dict[str, Any] = {"exec": spec.exec_id, "fence": fence, "op": witness.op_of(spec.env)}
+        self._note("start", instance_id, **told)
         job: Exec | None = None
         try:
             if not body.execs:
@@ -479,7 +536,9 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
                 job.spool.remove()
             with contextlib.suppress(CorralError):
                 self._journal.drop_exec(spec.exec_id)
+            self._note("refused", instance_id, **told)
             raise
+        self._note("started", instance_id, **told)
         faults.point("node.exec.started")
         if job.started_at is not None:
             self._unnoted[spec.exec_id] = data
@@ -495,6 +554,8 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         more: dict[str, Any] = {"started_at": job.started_at, "before": dict(vars(job.meter.before))}
         if job.older is not None:
             more["older"] = sorted(job.older)
+        if job.paused_s:
+            more["paused_s"] = job.paused_s
         with contextlib.suppress(CorralError):
             self._journal.set_exec(job.exec_id, "running", {**data, **more})
 
@@ -658,7 +719,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots):
         return files.mark_path(self._directory(instance_id))
 
     async def stats(self, instance_id: str) -> Stats:
-        return await self._alive(instance_id).stats()
+        return await self._living(instance_id).stats()
 
     # -- what is left over ---------------------------------------------------------------------------------------------
     async def leftovers(self) -> list[dict[str, Any]]:
