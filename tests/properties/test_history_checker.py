@@ -67,7 +67,7 @@ class Story:
         self.note("node", "started", instance=instance, sandbox=sandbox, exec=exe, fence=fence, op=op)
         self.later(ms)
         self.note("guest", "line", sandbox=sandbox, op=op, fence=fence, what="end")
-        self.note("node", "end", instance=instance, sandbox=sandbox, exec=exe)
+        self.note("node", "end", exec=exe)
         self.tell(op, exec=exe, reason="ok", exit_code=0, started=True, out=f"done {op}\n")
         return op
 
@@ -224,9 +224,10 @@ def _floor_falls(story: Story) -> None:
 
 
 def _survivor(story: Story) -> None:
-    story.note("node", "start", instance="ins_2", sandbox="sbx_2", exec="exe_9", fence="1.1", op="x.9")
+    for kind in ("start", "started"):
+        story.note("node", kind, instance="ins_2", sandbox="sbx_2", exec="exe_9", fence="1.1", op="x.9")
     story.fence("sbx_2", "ins_2", "1.5")
-    story.note("node", "end", instance="ins_2", sandbox="sbx_2", exec="exe_9")
+    story.note("node", "end", exec="exe_9")
 
 
 def _late_line(story: Story) -> None:
@@ -416,8 +417,15 @@ def _killed_by_the_barrier(story: Story) -> None:
     story.tell(op, exec="exe_9", reason="lease_lost", started=True)
 
 
-def _adopted(story: Story) -> None:
+def _refused_by_the_guest_after_the_barrier(story: Story) -> None:
     story.note("node", "start", instance="ins_2", sandbox="sbx_2", exec="exe_9", fence="1.1", op="x.9")
+    story.fence("sbx_2", "ins_2", "1.5")
+    story.note("node", "refused", instance="ins_2", sandbox="sbx_2", exec="exe_9", fence="1.1", op="x.9")
+
+
+def _adopted(story: Story) -> None:
+    for kind in ("start", "started"):
+        story.note("node", kind, instance="ins_2", sandbox="sbx_2", exec="exe_9", fence="1.1", op="x.9")
     story.fence("sbx_2", "ins_2", "1.5", mode="adopt")
     story.note("guest", "line", sandbox="sbx_2", op="x.9", fence="1.1", what="tick")
     story.note("node", "end", instance="ins_2", sandbox="sbx_2", exec="exe_9")
@@ -447,7 +455,16 @@ def _forgotten(story: Story) -> None:
 
 @pytest.mark.parametrize(
     "tell",
-    [_by_its_holder, _once_more, _killed_by_the_barrier, _adopted, _never_told, _sent_again_after_a_crash, _forgotten],
+    [
+        _by_its_holder,
+        _once_more,
+        _killed_by_the_barrier,
+        _refused_by_the_guest_after_the_barrier,
+        _adopted,
+        _never_told,
+        _sent_again_after_a_crash,
+        _forgotten,
+    ],
     ids=lambda tell: tell.__name__.strip("_"),
 )
 def test_what_may_happen_is_no_violation(tell: Callable[[Story], None]) -> None:

@@ -33,10 +33,17 @@ def floors_rise(history: History) -> Iterator[Violation]:
 
 
 def _by_instance(history: History) -> dict[str, list[Event]]:
+    """The witness of each instance; the end of an exec belongs to where it was started."""
     found: dict[str, list[Event]] = defaultdict(list)
+    place: dict[str, str] = {}
     for event in history.events:
-        if event.by.startswith("node") and "instance" in event.facts:
-            found[str(event["instance"])].append(event)
+        if not event.by.startswith("node"):
+            continue
+        if event.kind == "start":
+            place[str(event["exec"])] = str(event["instance"])
+        instance = event.get("instance") or place.get(str(event.get("exec")))
+        if instance is not None:
+            found[str(instance)].append(event)
     return found
 
 
@@ -44,8 +51,6 @@ def no_stale_effect(history: History) -> Iterator[Violation]:
     lines = _lines_by_op(history)
     for instance, seen in _by_instance(history).items():
         floor: Event | None = None
-        running: dict[str, Event] = {}
-        ended: dict[str, Event] = {}
         started: list[Event] = []
         for event in seen:
             if event.kind in ("create", "floor") and event.fence is not None:
@@ -53,20 +58,25 @@ def no_stale_effect(history: History) -> Iterator[Violation]:
                     floor = event
             elif event.kind == "start":
                 history.examined["no-stale-effect"] += 1
-                running[str(event["exec"])] = event
                 started.append(event)
                 if floor is not None and floor.fence and event.fence and event.fence < floor.fence:
-                    what = f"an exec with {event.fence} started in {instance} above whose floor is {floor.fence}"
+                    what = f"an exec with {event.fence} started in {instance} whose floor was {floor.fence}"
                     yield Violation("no-stale-effect", what, (floor, event))
-            elif event.kind in ("end", "refused"):
-                running.pop(str(event["exec"]), None)
-                ended[str(event["exec"])] = event
-            elif event.kind == "fenced" and event.get("mode") == "kill":
-                for older in running.values():
-                    if older.fence and event.fence and older.fence < event.fence:
-                        what = f"an exec with {older.fence} was still there when {event.fence} took over"
-                        yield Violation("no-stale-effect", what, (older, event))
+        yield from _survivors(seen, started)
         yield from _late_lines(history, seen, started, lines)
+
+
+def _survivors(seen: list[Event], started: list[Event]) -> Iterator[Violation]:
+    """What ran, and had not ended when a take-over that kills was over. What the guest refused never ran."""
+    ran = {event["exec"] for event in seen if event.kind == "started"}
+    over = {event["exec"]: event.at for event in reversed(seen) if event.kind in ("end", "refused")}
+    for start in started:
+        takeover = _first([event for event in seen if event.kind == "fenced" and event.get("mode") == "kill"], start)
+        if takeover is None or start["exec"] not in ran:
+            continue
+        if over.get(start["exec"], takeover.at + 1) > takeover.at:
+            what = f"an exec with {start.fence} was still there when {takeover.fence} had taken over"
+            yield Violation("no-stale-effect", what, (start, takeover))
 
 
 def _late_lines(
