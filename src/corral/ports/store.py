@@ -35,11 +35,12 @@ from corral.domain.records import (
     SandboxView,
     Transition,
 )
+from corral.ports.identity import IdentityStore
 from corral.ports.leases import LeaseStore
 from corral.ports.workers import WorkerStore
 
 
-class Store(LeaseStore, WorkerStore, Protocol):
+class Store(IdentityStore, LeaseStore, WorkerStore, Protocol):
     """See the module docstring; `None` from a `get_*` means that there is no such row."""
 
     async def open(self) -> None: ...

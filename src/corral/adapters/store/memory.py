@@ -26,6 +26,7 @@ from corral.domain.records import (
     Transition,
 )
 
+from .memory_identity import MemoryIdentity
 from .memory_leases import MemoryLeases
 from .memory_workers import MemoryWorkers
 from .rows import (
@@ -69,7 +70,7 @@ T = TypeVar("T")
 _ABSENT: Any = object()
 
 
-class MemoryStore(MemoryLeases, MemoryWorkers):
+class MemoryStore(MemoryIdentity, MemoryLeases, MemoryWorkers):
     """`corral.ports.store.Store` in dictionaries. Rows survive `close` and `open` of the same object."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------

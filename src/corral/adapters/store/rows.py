@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from corral.domain.identity import KeyRecord, TenantRecord, UserRecord
 from corral.domain.records import (
     AuditRecord,
     CommandDone,
@@ -163,6 +164,10 @@ INSTANCE = Shape(InstanceRecord, "instance", "instance_id")
 EXEC = Shape(ExecRecord, "exec", "exec_id", fixed=("sandbox_id", "created_at"))
 COMMAND = Shape(CommandRecord, "sandbox_command", "command_id")
 WORKER = Shape(WorkerRecord, "worker", "worker_id")
+TENANT = Shape(TenantRecord, "tenant", "tenant_id")
+USER = Shape(UserRecord, '"user"', "user_id")
+"""The name is a word of SQL."""
+KEY = Shape(KeyRecord, "api_key", "key_id")
 EVENT = Shape(EventRecord, "sandbox_event", "event_id", serial="event_id")
 AUDIT = Shape(AuditRecord, "audit", "audit_id", serial="audit_id")
 

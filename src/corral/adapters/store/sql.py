@@ -27,6 +27,7 @@ from corral.domain.records import (
 )
 
 from . import transactions
+from .identity import SqlIdentity
 from .leases import SqlLeases
 from .rows import (
     AUDIT,
@@ -44,7 +45,7 @@ from .rows import (
 from .workers import SqlWorkers
 
 
-class SqlStore(SqlLeases, SqlWorkers):
+class SqlStore(SqlIdentity, SqlLeases, SqlWorkers):
     """See the module docstring."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ database of its own. `corral.testing.pytest_suites.StoreConformance` wraps them 
 
 from __future__ import annotations
 
-from corral.testing.store import instances, leases, runs, sandboxes, values  # each registers its checks
+from corral.testing.store import identity, instances, leases, runs, sandboxes, values  # each registers its checks
 from corral.testing.store.bench import (
     CHECKS,
     START_MS,
@@ -29,6 +29,7 @@ __all__ = [
     "MakeStore",
     "audit",
     "check",
+    "identity",
     "instances",
     "leases",
     "refused",
