@@ -213,7 +213,7 @@ class InstanceChange:
 
 @dataclass(frozen=True)
 class CommandDone:
-    """Part of a transaction: the sandbox's open commands of these kinds, locked by `worker`, get their outcome.
+    """Part of a transaction: the sandbox's open commands of these kinds get their outcome from `worker`, whoever has locked them.
 
     `match` compares members of their arguments.
     """

@@ -491,9 +491,9 @@ class MemoryStore(MemoryIdentity, MemoryLeases, MemoryWorkers):
     def _finish_commands(self, sandbox_id: str, done: Sequence[DoneStep]) -> None:
         for each in done:
             for command_id, row in list(self._commands.items()):
-                mine = row["sandbox_id"] == sandbox_id and row["kind"] in each.kinds
-                if mine and each.meets(COMMAND.from_row(row).args):
-                    self._finish_command(command_id, each.worker, each.outcome)
+                meant = row["sandbox_id"] == sandbox_id and row["kind"] in each.kinds and row["done_at"] is None
+                if meant and each.meets(COMMAND.from_row(row).args):
+                    self._put(self._commands, command_id, {**row, "done_at": self._now, "outcome": each.outcome})
 
     async def open_commands(self, sandbox_id: str | None = None) -> list[CommandRecord]:
         return await self._transact(

@@ -39,8 +39,9 @@ _ATTEMPTS = 10
 class _PostgresTx:
     """One open transaction of a session."""
 
-    skip_locked = "FOR UPDATE SKIP LOCKED"
-    for_update = "FOR UPDATE"
+    # No store function changes a key: rows that refer to a locked one may be inserted meanwhile.
+    skip_locked = "FOR NO KEY UPDATE SKIP LOCKED"
+    for_update = "FOR NO KEY UPDATE"
 
     def __init__(self, session: Session, clock: Callable[[], int] | None) -> None:
         self._session = session

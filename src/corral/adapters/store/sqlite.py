@@ -48,6 +48,9 @@ class _SqliteTx:
             # What is written was checked before, so this is a key to look for, and no text in the database equals it.
             return self._execute(text, {name: _unfindable(value) for name, value in params.items()}).fetchall()
 
+    def send(self, text: str, params: Mapping[str, Any] = {}) -> None:
+        self.rows(text, params)
+
 
 def _unfindable(value: Any) -> Any:
     return value.encode("utf-8", "surrogatepass") if isinstance(value, str) and not value.isascii() else value

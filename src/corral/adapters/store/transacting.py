@@ -18,14 +18,19 @@ class Tx(Protocol):
 
     def rows(self, text: str, params: Params = ...) -> list[tuple[Any, ...]]: ...
 
+    def send(self, text: str, params: Params = ...) -> None:
+        """The same for a statement whose answer does not matter: it goes out with the next one that is asked for, before it. If it
+        is refused, the next one raises that."""
+        ...
+
     @property
     def skip_locked(self) -> str:
-        """`FOR UPDATE SKIP LOCKED` where several transactions run at once, else nothing."""
+        """`FOR … UPDATE SKIP LOCKED` where several transactions run at once, else nothing."""
         ...
 
     @property
     def for_update(self) -> str:
-        """`FOR UPDATE` where several transactions run at once, else nothing."""
+        """`FOR … UPDATE`, of a kind that lets others refer to the row, where several transactions run at once, else nothing."""
         ...
 
 

@@ -1,7 +1,12 @@
 """The transaction functions as SQL text that SQLite (>= 3.35) and PostgreSQL both read: named parameters, `ON CONFLICT`, `RETURNING`.
 
-Each function runs inside one open, serialisable transaction and either returns or raises; whoever calls it commits or rolls back.
-The database driver's unique violations become `conflict` there. See ADR 0002 for why this is text.
+Each function runs inside one open transaction and either returns or raises; whoever calls it commits or rolls back. The database
+driver's unique violations become `conflict` there. See ADR 0002 for why this is text.
+
+On SQLite transactions that write run one after the other. On PostgreSQL they run at READ COMMITTED, each statement on what is committed
+when it begins: a function that decides over rows locks them first (`tx.for_update`), and reads after that what the decision needs. The
+order is run, sandbox (with its lease), exec, instance, command; whoever does it otherwise may be chosen as the loser of a deadlock, and
+is run again. One `UPDATE … WHERE` that says all of its condition needs no lock: it judges the newest row.
 """
 
 from __future__ import annotations
@@ -82,22 +87,26 @@ def _claim_key(tx: Tx, idem: Idempotency | None, resource_id: str) -> str | None
         return None
     check_idempotency(idem)
     key = {"tenant": idem.tenant_id, "route": idem.route, "key": idem.key}
-    fresh = tx.rows(
-        "INSERT INTO idempotency_key (tenant_id, route, request_key, body_digest, resource_id, created_at)"
-        " VALUES (:tenant, :route, :key, :digest, :resource, :now)"
-        " ON CONFLICT (tenant_id, route, request_key) DO NOTHING RETURNING resource_id",
-        {**key, "digest": idem.body_digest, "resource": resource_id, "now": tx.now},
-    )
-    if fresh:
-        return None
-    [(digest, known)] = tx.rows(
-        "SELECT body_digest, resource_id FROM idempotency_key"
-        " WHERE tenant_id = :tenant AND route = :route AND request_key = :key",
-        key,
-    )
-    if digest != idem.body_digest:
-        raise idempotency_conflict(idem.route, idem.key)
-    return str(known)
+    while True:
+        # Where several transactions run at once, this one waits here for another that has inserted the key and is not committed.
+        fresh = tx.rows(
+            "INSERT INTO idempotency_key (tenant_id, route, request_key, body_digest, resource_id, created_at)"
+            " VALUES (:tenant, :route, :key, :digest, :resource, :now)"
+            " ON CONFLICT (tenant_id, route, request_key) DO NOTHING RETURNING resource_id",
+            {**key, "digest": idem.body_digest, "resource": resource_id, "now": tx.now},
+        )
+        if fresh:
+            return None
+        found = tx.rows(
+            "SELECT body_digest, resource_id FROM idempotency_key"
+            " WHERE tenant_id = :tenant AND route = :route AND request_key = :key",
+            key,
+        )
+        if found:  # else it was old, and has been removed between the two
+            [(digest, known)] = found
+            if digest != idem.body_digest:
+                raise idempotency_conflict(idem.route, idem.key)
+            return str(known)
 
 
 def add_audit(tx: Tx, audit: Row) -> int:
@@ -128,8 +137,8 @@ def submit_run(tx: Tx, run: Row, audit: Row, idem: Idempotency | None) -> tuple[
     return RUN.decode(_row(tx, RUN, run_id)), True
 
 
-def _row(tx: Tx, shape: Shape[Any], key: str) -> tuple[Any, ...]:
-    found = tx.rows(f"SELECT {shape.select} FROM {shape.table} WHERE {shape.key} = :key", {"key": key})
+def _row(tx: Tx, shape: Shape[Any], key: str, lock: str = "") -> tuple[Any, ...]:
+    found = tx.rows(f"SELECT {shape.select} FROM {shape.table} WHERE {shape.key} = :key {lock}", {"key": key})
     if not found:
         raise not_found(shape.table, key)
     return found[0]
@@ -292,9 +301,10 @@ def create_sandbox(
 
 
 def _sandbox_and_lease(tx: Tx, sandbox_id: str) -> tuple[SandboxRecord, LeaseRecord]:
+    """Both rows, locked: whatever a transaction decides over a sandbox, it decides after this."""
     found = tx.rows(
         f"SELECT {SANDBOX.qualified('s')}, {LEASE.qualified('l')} FROM sandbox s"
-        " JOIN sandbox_lease l ON l.sandbox_id = s.sandbox_id WHERE s.sandbox_id = :sandbox_id",
+        f" JOIN sandbox_lease l ON l.sandbox_id = s.sandbox_id WHERE s.sandbox_id = :sandbox_id {tx.for_update}",
         {"sandbox_id": sandbox_id},
     )
     if not found:
@@ -409,7 +419,7 @@ def _change_instance(tx: Tx, change: InstanceStep, sandbox: SandboxRecord) -> No
     if change.record is not None:
         tx.rows(INSTANCE.insert, change.record)
         return
-    old = INSTANCE.decode(_row(tx, INSTANCE, change.instance_id))
+    old = INSTANCE.decode(_row(tx, INSTANCE, change.instance_id, tx.for_update))
     check_move(old, change.expect, change.state, sandbox.sandbox_id)
     bound = change.state == "bound"
     _move_instance(
@@ -511,7 +521,7 @@ def history(tx: Tx, sandbox_id: str, limit: int) -> list[EventRecord]:
 
 def add_event(tx: Tx, event: Row) -> int:
     sandbox_id = str(event["sandbox_id"])
-    _row(tx, SANDBOX, sandbox_id)
+    _row(tx, SANDBOX, sandbox_id, tx.for_update)  # the ids of a sandbox's events rise in the order of their commits
     return _add_event(tx, event, sandbox_id, None, None)
 
 
@@ -539,7 +549,7 @@ def check_holder(lease: LeaseRecord, owner: str, now: int) -> None:
 
 
 def update_instance(tx: Tx, instance_id: str, expect: Sequence[str], state: str, ref: str | None) -> InstanceRecord:
-    old = INSTANCE.decode(_row(tx, INSTANCE, instance_id))
+    old = INSTANCE.decode(_row(tx, INSTANCE, instance_id, tx.for_update))
     check_move(old, expect, state, old.sandbox_id)
     return _move_instance(tx, old, state, ref, sandbox_id=old.sandbox_id, incarnation=old.incarnation)
 
@@ -593,6 +603,13 @@ def begin_exec(
 def end_exec(
     tx: Tx, exec_id: str, changes: Row, done: Sequence[DoneStep], last: Step | None, others: Step | None
 ) -> ExecRecord:
+    if tx.for_update:
+        # Of two execs that end at once one must see the other's end, and whoever ends all of them has the sandbox first.
+        tx.rows(
+            "SELECT 1 FROM sandbox WHERE sandbox_id = (SELECT sandbox_id FROM exec WHERE exec_id = :exec_id)"
+            f" {tx.for_update}",
+            {"exec_id": exec_id},
+        )
     ended = update_exec(tx, exec_id, OPEN_EXEC, changes)
     _finish_commands(tx, ended.sandbox_id, done)
     if last is not None or others is not None:
@@ -644,28 +661,32 @@ def lock_command(tx: Tx, worker: str, claim_ms: int, kinds: Sequence[str] | None
     params: dict[str, Any] = {"worker": worker, "now": tx.now, "until": tx.now + claim_ms}
     where = "" if kinds is None else " AND " + one_of("kind", kinds, params)
     locked = tx.rows(
-        "UPDATE sandbox_command SET claimed_by = :worker, claim_until = :until, attempt = attempt + 1"
-        " WHERE command_id = (SELECT command_id FROM sandbox_command WHERE done_at IS NULL"
+        "WITH picked AS MATERIALIZED (SELECT command_id FROM sandbox_command WHERE done_at IS NULL"
         " AND (claimed_by IS NULL OR claim_until <= :now OR claimed_by IN"
         f" (SELECT worker_id FROM worker WHERE alive_until <= :now)){where} ORDER BY command_seq LIMIT 1 {tx.skip_locked})"
-        f" RETURNING {COMMAND.select}",
+        " UPDATE sandbox_command SET claimed_by = :worker, claim_until = :until, attempt = attempt + 1"
+        f" WHERE command_id IN (SELECT command_id FROM picked) RETURNING {COMMAND.select}",
         params,
     )
     return COMMAND.decode(locked[0]) if locked else None
 
 
 def _finish_commands(tx: Tx, sandbox_id: str, done: Sequence[DoneStep]) -> None:
+    """The outcome is of the transition that reports it, whoever holds the command."""
     for each in done:
-        params: dict[str, Any] = {"sandbox_id": sandbox_id, "worker": each.worker}
+        params: dict[str, Any] = {"sandbox_id": sandbox_id}
         where = one_of("kind", each.kinds, params)
         found = tx.rows(
-            f"SELECT {COMMAND.select} FROM sandbox_command WHERE sandbox_id = :sandbox_id AND done_at IS NULL"
-            f" AND claimed_by = :worker AND {where}",
+            f"SELECT {COMMAND.select} FROM sandbox_command WHERE sandbox_id = :sandbox_id AND done_at IS NULL AND {where}",
             params,
         )
         for command in map(COMMAND.decode, found):
             if each.meets(command.args):
-                finish_command(tx, command.command_id, each.worker, each.outcome)
+                tx.send(
+                    "UPDATE sandbox_command SET done_at = :now, outcome = :outcome"
+                    " WHERE command_id = :command_id AND done_at IS NULL",
+                    {"now": tx.now, "outcome": each.outcome, "command_id": command.command_id},
+                )
 
 
 def finish_command(tx: Tx, command_id: str, worker: str, outcome: str) -> bool:

@@ -66,9 +66,11 @@ def list_workers(tx: Tx) -> list[WorkerRecord]:
 
 def adopt_runs(tx: Tx, worker_id: str, limit: int) -> list[RunRecord]:
     found = tx.rows(
-        "UPDATE run SET driver = :worker, version = version + 1 WHERE run_id IN (SELECT run_id FROM run"
+        "WITH picked AS MATERIALIZED (SELECT run_id FROM run"
         f" WHERE state <> 'finished' AND (driver IS NULL OR driver NOT IN ({ALIVE}))"
-        f" ORDER BY created_at, run_id LIMIT :limit {tx.skip_locked}) RETURNING {RUN.select}",
+        f" ORDER BY created_at, run_id LIMIT :limit {tx.skip_locked})"
+        " UPDATE run SET driver = :worker, version = version + 1 WHERE run_id IN (SELECT run_id FROM picked)"
+        f" RETURNING {RUN.select}",
         {"worker": worker_id, "now": tx.now, "limit": page_size(limit)},
     )
     return sorted(map(RUN.decode, found), key=lambda run: (run.created_at, run.run_id))
@@ -76,9 +78,11 @@ def adopt_runs(tx: Tx, worker_id: str, limit: int) -> list[RunRecord]:
 
 def adopt_execs(tx: Tx, worker_id: str, limit: int) -> list[ExecRecord]:
     found = tx.rows(
-        "UPDATE exec SET driver = :worker, version = version + 1 WHERE exec_id IN (SELECT exec_id FROM exec"
+        "WITH picked AS MATERIALIZED (SELECT exec_id FROM exec"
         f" WHERE {_OPEN} AND run_id IS NULL AND (driver IS NULL OR driver NOT IN ({ALIVE}))"
-        f" ORDER BY created_at, exec_id LIMIT :limit {tx.skip_locked}) RETURNING {EXEC.select}",
+        f" ORDER BY created_at, exec_id LIMIT :limit {tx.skip_locked})"
+        " UPDATE exec SET driver = :worker, version = version + 1 WHERE exec_id IN (SELECT exec_id FROM picked)"
+        f" RETURNING {EXEC.select}",
         {"worker": worker_id, "now": tx.now, "limit": page_size(limit)},
     )
     return sorted(map(EXEC.decode, found), key=lambda record: (record.created_at, record.exec_id))
