@@ -37,10 +37,11 @@ from corral.domain.records import (
 )
 from corral.ports.identity import IdentityStore
 from corral.ports.leases import LeaseStore
+from corral.ports.queue import Charge, QueueStore, Ticket
 from corral.ports.workers import WorkerStore
 
 
-class Store(IdentityStore, LeaseStore, WorkerStore, Protocol):
+class Store(QueueStore, IdentityStore, LeaseStore, WorkerStore, Protocol):
     """See the module docstring; `None` from a `get_*` means that there is no such row."""
 
     async def open(self) -> None: ...
@@ -53,9 +54,16 @@ class Store(IdentityStore, LeaseStore, WorkerStore, Protocol):
 
     # -- runs ------------------------------------------------------------------------------------------------------------------
     async def submit_run(
-        self, run: RunRecord, audit: AuditRecord, idempotency: Idempotency | None = None
+        self,
+        run: RunRecord,
+        audit: AuditRecord,
+        idempotency: Idempotency | None = None,
+        ticket: Ticket | None = None,
     ) -> tuple[RunRecord, bool]:
-        """Insert the run, once per idempotency key. -> (the run, True if this call made it). `idempotency_conflict` on another body."""
+        """Insert the run, once per idempotency key. -> (the run, True if this call made it). `idempotency_conflict` on another body.
+
+        With a `ticket` it holds a place in its tenant's queue, or `queue_full` (not asked of a key that is known).
+        """
         ...
 
     async def update_run(
@@ -106,10 +114,12 @@ class Store(IdentityStore, LeaseStore, WorkerStore, Protocol):
         audit: AuditRecord,
         idempotency: Idempotency | None = None,
         transitions: Sequence[Transition] = (),
+        charge: Charge | None = None,
     ) -> tuple[SandboxRecord, bool]:
         """Insert row, lease row (owner None, version 0), environment row and event. Idempotent like `submit_run`.
 
-        `transitions` are its first steps, committed with it (not when the key is known); -> the row after them.
+        `transitions` are its first steps, committed with it (not when the key is known); -> the row after them. `charge`: what it
+        holds from now on; `quota_exceeded` if there is no room for that.
         """
         ...
 

@@ -25,10 +25,13 @@ from corral.domain.records import (
     SandboxView,
     Transition,
 )
+from corral.ports.queue import Charge, Ticket
 
 from .memory_identity import MemoryIdentity
 from .memory_leases import MemoryLeases
+from .memory_queue import MemoryQueue
 from .memory_workers import MemoryWorkers
+from .reserving import FREE_STATES
 from .rows import (
     AUDIT,
     COMMAND,
@@ -70,12 +73,16 @@ T = TypeVar("T")
 _ABSENT: Any = object()
 
 
-class MemoryStore(MemoryIdentity, MemoryLeases, MemoryWorkers):
+class MemoryStore(MemoryQueue, MemoryIdentity, MemoryLeases, MemoryWorkers):
     """`corral.ports.store.Store` in dictionaries. Rows survive `close` and `open` of the same object."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------
     async def submit_run(
-        self, run: RunRecord, audit: AuditRecord, idempotency: Idempotency | None = None
+        self,
+        run: RunRecord,
+        audit: AuditRecord,
+        idempotency: Idempotency | None = None,
+        ticket: Ticket | None = None,
     ) -> tuple[RunRecord, bool]:
         row, audit_row = RUN.encode(run), AUDIT.encode(audit)
 
@@ -85,6 +92,8 @@ class MemoryStore(MemoryIdentity, MemoryLeases, MemoryWorkers):
                 return RUN.from_row(self._get(self._runs, RUN, known)), False
             self._insert(self._runs, RUN, row)
             self._append(self._audit, "audit_id", audit_row)
+            if ticket is not None:
+                self._run_submitted(run.run_id, run.tenant_id, ticket)
             return RUN.from_row(row), True
 
         return await self._transact(work)
@@ -134,6 +143,7 @@ class MemoryStore(MemoryIdentity, MemoryLeases, MemoryWorkers):
             done: Row = {**changes, "finished_at": self._now}
             row = self._update(self._runs, RUN, run_id, (str(row["state"]),), done, driver)
             self._append(self._audit, "audit_id", audit_row)
+            self._run_ended(run_id, str(row["tenant_id"]))
             return RUN.from_row(row)
 
         return await self._transact(work)
@@ -167,6 +177,7 @@ class MemoryStore(MemoryIdentity, MemoryLeases, MemoryWorkers):
         audit: AuditRecord,
         idempotency: Idempotency | None = None,
         transitions: Sequence[Transition] = (),
+        charge: Charge | None = None,
     ) -> tuple[SandboxRecord, bool]:
         row, event_row, audit_row = SANDBOX.encode(sandbox), EVENT.encode(event), AUDIT.encode(audit)
         steps = [encode_transition(each) for each in transitions]
@@ -180,9 +191,10 @@ class MemoryStore(MemoryIdentity, MemoryLeases, MemoryWorkers):
             self._put(self._leases, sandbox.sandbox_id, LEASE.encode(lease))
             self._add_event(event_row, sandbox.sandbox_id, None, sandbox.state)
             self._append(self._audit, "audit_id", audit_row)
-            if steps:
-                return self._commit_all(steps).sandbox, True
-            return SANDBOX.from_row(row), True
+            made = self._commit_all(steps).sandbox if steps else SANDBOX.from_row(row)
+            if charge is not None:
+                self._sandbox_made(made.sandbox_id, made.tenant_id, charge)
+            return made, True
 
         return await self._transact(work)
 
@@ -243,6 +255,8 @@ class MemoryStore(MemoryIdentity, MemoryLeases, MemoryWorkers):
         event_id = self._add_event(step.event, old.sandbox_id, old.state, step.new_state)
         if step.audit is not None:
             self._append(self._audit, "audit_id", step.audit)
+        if step.new_state in FREE_STATES:
+            self._sandbox_ended(old.sandbox_id, old.tenant_id)
         return Committed(sandbox, lease, event_id)
 
     def _change_instance(self, change: InstanceStep, sandbox: SandboxRecord) -> None:

@@ -51,6 +51,11 @@ class MemoryBase:
         self._events: dict[Any, Row] = {}
         self._audit: dict[Any, Row] = {}
         self._workers: dict[Any, Row] = {}
+        self._reservations: dict[Any, dict[str, Any]] = {}
+        self._use: dict[Any, dict[str, Any]] = {}
+        self._queue: dict[Any, dict[str, Any]] = {}
+        self._webhooks: dict[Any, Row] = {}
+        self._webhook_secrets: dict[Any, Row] = {}
         self._environments: dict[Any, int] = {}
         self._keys: dict[Any, tuple[str, str]] = {}
         self._undo: list[tuple[dict[Any, Any], Any, Any]] = []

@@ -25,10 +25,12 @@ from corral.domain.records import (
     SandboxView,
     Transition,
 )
+from corral.ports.queue import Charge, Ticket
 
 from . import transactions
 from .identity import SqlIdentity
 from .leases import SqlLeases
+from .queue import SqlQueue
 from .rows import (
     AUDIT,
     EVENT,
@@ -45,14 +47,18 @@ from .rows import (
 from .workers import SqlWorkers
 
 
-class SqlStore(SqlIdentity, SqlLeases, SqlWorkers):
+class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers):
     """See the module docstring."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------
     async def submit_run(
-        self, run: RunRecord, audit: AuditRecord, idempotency: Idempotency | None = None
+        self,
+        run: RunRecord,
+        audit: AuditRecord,
+        idempotency: Idempotency | None = None,
+        ticket: Ticket | None = None,
     ) -> tuple[RunRecord, bool]:
-        return await self._write(transactions.submit_run, RUN.encode(run), AUDIT.encode(audit), idempotency)
+        return await self._write(transactions.submit_run, RUN.encode(run), AUDIT.encode(audit), idempotency, ticket)
 
     async def update_run(
         self,
@@ -107,6 +113,7 @@ class SqlStore(SqlIdentity, SqlLeases, SqlWorkers):
         audit: AuditRecord,
         idempotency: Idempotency | None = None,
         transitions: Sequence[Transition] = (),
+        charge: Charge | None = None,
     ) -> tuple[SandboxRecord, bool]:
         return await self._write(
             transactions.create_sandbox,
@@ -115,6 +122,7 @@ class SqlStore(SqlIdentity, SqlLeases, SqlWorkers):
             AUDIT.encode(audit),
             idempotency,
             [encode_transition(each) for each in transitions],
+            charge,
         )
 
     async def commit_transitions(self, transitions: Sequence[Transition]) -> Committed:

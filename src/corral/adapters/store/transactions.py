@@ -30,7 +30,9 @@ from corral.domain.records import (
     SandboxView,
 )
 from corral.errors import CorralError
+from corral.ports.queue import Charge, Ticket
 
+from . import reserving
 from .rows import (
     AUDIT,
     COMMAND,
@@ -127,13 +129,17 @@ def _add_event(tx: Tx, event: Row, sandbox_id: str, old_state: str | None, new_s
 # -- runs --------------------------------------------------------------------------------------------------------------------------
 
 
-def submit_run(tx: Tx, run: Row, audit: Row, idem: Idempotency | None) -> tuple[RunRecord, bool]:
+def submit_run(
+    tx: Tx, run: Row, audit: Row, idem: Idempotency | None, ticket: Ticket | None = None
+) -> tuple[RunRecord, bool]:
     run_id = str(run["run_id"])
     known = _claim_key(tx, idem, run_id)
     if known is not None:
         return RUN.decode(_row(tx, RUN, known)), False
     tx.rows(RUN.insert, run)
     add_audit(tx, audit)
+    if ticket is not None:
+        reserving.run_submitted(tx, run_id, str(run["tenant_id"]), ticket)
     return RUN.decode(_row(tx, RUN, run_id)), True
 
 
@@ -191,7 +197,9 @@ def finish_run(
     if not changed:
         return RUN.decode(_row(tx, RUN, run_id))
     add_audit(tx, audit)
-    return RUN.decode(changed[0])
+    ended = RUN.decode(changed[0])
+    reserving.run_ended(tx, run_id, ended.tenant_id)
+    return ended
 
 
 def _check_driver(tx: Tx, run_id: str | None, driver: str | None) -> None:
@@ -270,7 +278,13 @@ def open_runs(tx: Tx) -> list[RunRecord]:
 
 
 def create_sandbox(
-    tx: Tx, sandbox: Row, event: Row, audit: Row, idem: Idempotency | None, steps: Sequence[Step] = ()
+    tx: Tx,
+    sandbox: Row,
+    event: Row,
+    audit: Row,
+    idem: Idempotency | None,
+    steps: Sequence[Step] = (),
+    charge: Charge | None = None,
 ) -> tuple[SandboxRecord, bool]:
     sandbox_id = str(sandbox["sandbox_id"])
     known = _claim_key(tx, idem, sandbox_id)
@@ -295,9 +309,10 @@ def create_sandbox(
     )
     _add_event(tx, event, sandbox_id, None, str(sandbox["state"]))
     add_audit(tx, audit)
-    if steps:
-        return commit_transitions(tx, steps).sandbox, True
-    return SANDBOX.decode(_row(tx, SANDBOX, sandbox_id)), True
+    made = commit_transitions(tx, steps).sandbox if steps else SANDBOX.decode(_row(tx, SANDBOX, sandbox_id))
+    if charge is not None:
+        reserving.sandbox_made(tx, sandbox_id, made.tenant_id, charge)
+    return made, True
 
 
 def _sandbox_and_lease(tx: Tx, sandbox_id: str) -> tuple[SandboxRecord, LeaseRecord]:
@@ -367,6 +382,8 @@ def commit_transition(tx: Tx, step: Step) -> Committed:
     event_id = _add_event(tx, step.event, old.sandbox_id, old.state, step.new_state)
     if step.audit is not None:
         add_audit(tx, step.audit)
+    if step.new_state in reserving.FREE_STATES:
+        reserving.sandbox_ended(tx, old.sandbox_id, old.tenant_id)
     return Committed(sandbox, lease, event_id)
 
 

@@ -6,7 +6,7 @@ database of its own. `corral.testing.pytest_suites.StoreConformance` wraps them 
 
 from __future__ import annotations
 
-from corral.testing.store import identity, instances, leases, runs, sandboxes, values  # each registers its checks
+from corral.testing.store import identity, instances, leases, queue, races, runs, sandboxes, values  # each registers its checks
 from corral.testing.store.bench import (
     CHECKS,
     START_MS,
@@ -32,6 +32,8 @@ __all__ = [
     "identity",
     "instances",
     "leases",
+    "queue",
+    "races",
     "refused",
     "run_check",
     "runs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ depends_on = None
 
 def upgrade() -> None:
     _workers()
+    _queue()
     _leases()
     _identity()
 
@@ -23,6 +25,7 @@ def upgrade() -> None:
 def downgrade() -> None:
     _no_identity()
     _no_leases()
+    _no_queue()
     _no_workers()
 
 
@@ -120,3 +123,112 @@ def _leases() -> None:
 
 def _no_leases() -> None:
     op.drop_index("ix_sandbox_lease_expires_at", "sandbox_lease")
+
+
+# -- queue, quota, webhooks --------------------------------------------------------------------------------------------------------
+
+
+_HELD = ("queued", "running", "sandboxes", "cpu", "memory")
+
+
+def _queue() -> None:
+    op.drop_index("ix_reservation_tenant_id", "reservation")
+    op.drop_table("reservation")  # nothing was ever written to it
+    op.create_table(
+        "reservation",
+        _text("holder_id", key=True),
+        _text("tenant_id"),
+        _text("run_id", null=True),
+        _int("created_at", default=0),
+        *(_int(name, default=0) for name in _HELD),
+        _int("paid_until"),
+        _int("rate", default=0),
+    )
+    _index("ix_reservation_run_id", "reservation", "run_id", only="run_id IS NOT NULL")
+    op.create_table(
+        "tenant_use",
+        _text("tenant_id", key=True),
+        *(_int(name, default=0) for name in (*_HELD, "waiting", "finish")),
+    )
+    _index("ix_tenant_use_waiting", "tenant_use", "tenant_id", only="waiting > 0")
+    op.create_table(
+        "run_queue",
+        _text("run_id", key=True),
+        _text("tenant_id"),
+        *(_int(name, default=0) for name in ("place", "cost", "sandboxes", "cpu", "memory", "queued_at", "deadline_at")),
+    )
+    _index("ix_run_queue_tenant_id_place_run_id", "run_queue", "tenant_id", "place", "run_id")
+    op.create_table(
+        "webhook_delivery",
+        _text("delivery_id", key=True),
+        _text("run_id"),
+        _text("tenant_id"),
+        _text("url"),
+        _text("secret", null=True),
+        _text("state"),
+        _int("attempts", default=0),
+        _int("created_at", default=0),
+        _int("next_at"),
+        _text("claimed_by", null=True),
+        _int("claim_until"),
+        _int("last_status"),
+        _text("last_error", null=True),
+        _int("done_at"),
+    )
+    _index("ix_webhook_delivery_run_id", "webhook_delivery", "run_id")
+    _index("ix_webhook_delivery_next_at", "webhook_delivery", "next_at", only="state = 'pending'")
+    op.create_table(
+        "webhook_secret",
+        _text("tenant_id", key=True),
+        _text("secret"),
+        _text("old_secret", null=True),
+        _int("old_until"),
+        _int("created_at", default=0),
+    )
+    _reserve_what_lives()
+
+
+def _reserve_what_lives() -> None:
+    """What is open and alive in an older database holds its room from now on."""
+    bind = op.get_bind()
+    rows: list[dict[str, Any]] = []
+    empty = dict.fromkeys(_HELD, 0)
+    for run_id, tenant_id, state, at in bind.execute(
+        sa.text("SELECT run_id, tenant_id, state, created_at FROM run WHERE state <> 'finished'")
+    ):
+        what = "queued" if state in ("requested", "planning", "queued") else "running"
+        rows.append({**empty, what: 1, "holder_id": run_id, "tenant_id": tenant_id, "created_at": at})
+    for sandbox_id, tenant_id, limits, at in bind.execute(
+        sa.text(
+            "SELECT sandbox_id, tenant_id, limits, created_at FROM sandbox WHERE state NOT IN ('terminated', 'hibernated')"
+        )
+    ):
+        values = json.loads(limits).get("values", {})
+        room = {"sandboxes": 1, "cpu": round(values.get("cpu", 0) * 1000), "memory": values.get("memory", 0)}
+        rows.append({**empty, **room, "holder_id": sandbox_id, "tenant_id": tenant_id, "created_at": at})
+    reservation = sa.table("reservation", *(sa.column(n) for n in ("holder_id", "tenant_id", "created_at", *_HELD)))
+    if rows:
+        op.bulk_insert(reservation, rows)
+    sums: dict[str, dict[str, int]] = {"*": dict(empty)}
+    for row in rows:
+        for tenant in ("*", row["tenant_id"]):
+            use = sums.setdefault(tenant, dict(empty))
+            for name in _HELD:
+                use[name] += row[name]
+    tenant_use = sa.table("tenant_use", *(sa.column(n) for n in ("tenant_id", *_HELD)))
+    op.bulk_insert(tenant_use, [{"tenant_id": tenant, **use} for tenant, use in sums.items()])
+
+
+def _no_queue() -> None:
+    for table in ("webhook_secret", "webhook_delivery", "run_queue", "tenant_use", "reservation"):
+        op.drop_table(table)
+    op.create_table(
+        "reservation",
+        _text("reservation_id", key=True),
+        _text("tenant_id"),
+        _text("holder_id"),
+        _text("amounts"),
+        sa.Column("created_at", sa.BigInteger(), nullable=False),
+        _int("released_at"),
+    )
+    _index("ix_reservation_tenant_id", "reservation", "tenant_id", only="released_at IS NULL")
