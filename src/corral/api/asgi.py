@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from corral.api import sse
+from corral.api.auth import Gate, Watch, refused
 from corral.api.keys import AdminKey
 from corral.api.problems import problem, read_body
 from corral.api.routes import Reply, Request, dispatch
@@ -29,6 +31,8 @@ Send = Callable[[Message], Awaitable[None]]
 DRAIN_BYTES = 256 * 1024 * 1024
 DRAIN_S = 10.0
 STRANGER_BYTES, STRANGER_S = 1024 * 1024, 1.0
+NOBODY = Caller(owner="nobody", scopes=frozenset())
+"""Who has not shown a key."""
 OPEN_TO_ALL = ("/healthz", "/readyz")
 STREAMED = ("PUT",)
 """Methods whose handler reads the body itself, block by block."""
@@ -46,11 +50,14 @@ BODIES = 256 * 1024 * 1024
 
 
 class Application:
-    """`await application(scope, receive, send)`. With `key`, all but the health checks need `Authorization: Bearer KEY`."""
+    """`await application(scope, receive, send)`. With `key`, all but the health checks need `Authorization: Bearer KEY`.
+
+    KEY is that one, or one of the store, or a token of the configured issuer.
+    """
 
     def __init__(self, services: Services, key: AdminKey | None = None) -> None:
         self._services = services
-        self._key = key
+        self._gate = Gate(services, key)
         self.calls: set[asyncio.Task[Any]] = set()
         """Those that are under way."""
         self.transfers: dict[asyncio.Task[Any], int] = {}
@@ -76,15 +83,26 @@ class Application:
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = _request(scope, receive)
         head = request.method == "HEAD"
-        refusal = self._refusal(scope, request)
+        refusal, caller = await self._entered(scope, request)
         if refusal is not None:
             unread = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
             if unread:
                 await _drain(receive, STRANGER_BYTES, STRANGER_S)
             await _answer(_problem(refusal, close=unread), receive, send, head, self._turns)
             return
+        if caller.ends:
+            with self._watched(request, receive, "http.disconnect") as watch:
+                request = replace(request, caller=caller, body=_Body(watch.receive))
+                await self._answered(request, watch.receive, send, watch)
+        else:
+            await self._answered(replace(request, caller=caller), receive, send, None)
+
+    async def _answered(self, request: Request, receive: Receive, send: Send, watch: Watch | None) -> None:
+        head = request.method == "HEAD"
         reply = await self._reply(request, receive)
         if reply is None:
+            if watch is not None and watch.over:
+                await _answer(_problem(refused(), close=True), watch.waiting, send, head, self._turns)
             return
         raw = reply.raw
         if raw is not None and request.query.get("follow", "false") in ("false", "0"):
@@ -93,7 +111,12 @@ class Application:
                 reply = _problem(_stopping(), close=True)
             else:
                 reply = replace(reply, raw=self._transfer(raw))
-        await _answer(reply, receive, send, head, self._turns)
+        whole = await _answer(reply, receive, send, head, self._turns)
+        if not whole and watch is not None and watch.over:
+            if reply.events is None:
+                raise refused()  # what was sent so far must not look like all there is
+            last = f"event: error\ndata: {json.dumps(refused().to_problem())}\n\n".encode()
+            await send({"type": "http.response.body", "body": last})
 
     def _transfer(self, blocks: bytes | AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The same blocks, counted; from now on the call is a transfer."""
@@ -111,30 +134,49 @@ class Application:
 
         return counted()
 
-    def _refusal(self, scope: Scope, request: Request) -> CorralError | None:
-        """What can be said without looking at the body."""
+    async def _entered(self, scope: Scope, request: Request) -> tuple[CorralError | None, Caller]:
+        """Who calls, or what can be said without looking at the body."""
         names = [name for name, _ in scope["headers"]]
         if names.count(b"authorization") > 1 or (b"content-length" in names and b"transfer-encoding" in names):
             # A proxy in front may have read the other one.
-            return CorralError("bad_request", "two keys, or two lengths of the body", hint="send one of each")
-        if self._key is not None and request.path not in OPEN_TO_ALL:
-            given = request.headers.get("authorization", "")
-            if not self._key.accepts(given):
-                hint = "send Authorization: Bearer KEY; clients of Corral take it from CORRAL_KEY"
-                return CorralError("unauthorized", "the key is missing or wrong", hint=hint)
+            detail, hint = "two keys, or two lengths of the body", "send one of each"
+            return CorralError("bad_request", detail, hint=hint), NOBODY
+        caller = NOBODY
+        if request.path not in OPEN_TO_ALL:
+            try:
+                caller = await self._gate.caller(request, (scope.get("client") or ("",))[0])
+            except CorralError as error:
+                return error, NOBODY
         if len(request.path) + len(scope.get("query_string", b"")) > MAX_TARGET:
             hint = "what is long belongs into the body"
-            return CorralError("url_too_long", f"the URL has more than {MAX_TARGET} bytes", hint=hint)
+            return CorralError("url_too_long", f"the URL has more than {MAX_TARGET} bytes", hint=hint), NOBODY
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
             detail, hint = f"the headers have more than {MAX_HEADERS} bytes", "what is long belongs into the body"
-            return CorralError("headers_too_large", detail, hint=hint)
-        return None
+            return CorralError("headers_too_large", detail, hint=hint), NOBODY
+        return None, caller
+
+    @contextmanager
+    def _watched(self, request: Request, receive: Receive, gone: str) -> Iterator[Watch]:
+        watch = Watch(receive, lambda: self._gate.still(request), gone)
+        try:
+            yield watch
+        finally:
+            watch.close()
 
     async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         from corral.api.websocket import serve
 
         request = _request({**scope, "method": "GET"}, receive)
-        await serve(self._services, request, self._refusal(scope, request), receive, send, self._turns)
+        refusal, caller = await self._entered(scope, request)
+        request = replace(request, caller=caller)
+        if not caller.ends:
+            await serve(self._services, request, refusal, receive, send, self._turns)
+            return
+        with self._watched(request, receive, "websocket.disconnect") as watch:
+            await serve(self._services, request, refusal, watch.receive, send, self._turns)
+            if watch.over:
+                with suppress(OSError, RuntimeError):  # it may have gone, or never have begun
+                    await send({"type": "websocket.close", "code": 1008, "reason": "unauthorized"})
 
     async def _reply(self, request: Request, receive: Receive) -> Reply | None:
         """The answer; None when the client went away, which ends the waiting, not the work."""
@@ -263,8 +305,11 @@ class _Body:
         raise StopAsyncIteration
 
 
-async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns: Turns) -> None:
-    """A `Reply` on the wire, without its body for HEAD. JSON is ASCII, so that lone surrogates of foreign paths survive."""
+async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns: Turns) -> bool:
+    """A `Reply` on the wire, without its body for HEAD. JSON is ASCII, so that lone surrogates of foreign paths survive.
+
+    -> whether all of it was sent.
+    """
     headers = [(b"content-type", reply.media_type.encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in reply.headers.items()]
     if reply.raw is None and reply.events is None:
@@ -273,7 +318,7 @@ async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns:
             headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if head else body})
-        return
+        return True
     if reply.events is not None:
         headers.append((b"cache-control", b"no-store"))
     source = reply.raw if reply.raw is not None else _wire(reply, turns)
@@ -281,14 +326,13 @@ async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns:
         await _close(reply.raw if reply.raw is not None else reply.events)
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
-        return
+        return True
     first = b""
     if reply.raw is not None:  # so that an error before the first byte is an answer with its own status
         try:
             first = await anext(source, b"")
         except CorralError as error:
-            await _answer(_problem(error), receive, send, head, turns)
-            return
+            return await _answer(_problem(error), receive, send, head, turns)
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     left = asyncio.ensure_future(_left(receive))
     pump = asyncio.ensure_future(_pump(source, first, send, turns if reply.events is None else None))
@@ -296,6 +340,7 @@ async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns:
         await asyncio.wait({left, pump}, return_when=asyncio.FIRST_COMPLETED)
         if pump.done():
             pump.result()
+        return pump.done()
     finally:
         left.cancel()
         pump.cancel()

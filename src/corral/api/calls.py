@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corral.api.problems import check_depth, decode, read_body
+from corral.domain.identity import ADMIN, READ, RUN
 from corral.domain.records import Idempotency
 from corral.errors import CorralError
 from corral.services.control import Services
@@ -49,14 +50,33 @@ class Reply:
 Handler = Callable[..., Awaitable[Reply]]
 
 
+ANYBODY, ANY_KEY = "anybody", "any key"
+"""In place of a scope: a route that needs no key, one for which any will do."""
+TENANTS_OWN = ("runs", "sandboxes", "execs", "leases", "queue")
+"""What a tenant has: to look at it is `read`, to change it `run`."""
+
+
 @dataclass(frozen=True)
 class Route:
-    """`pattern` has `{name}` for one segment and a last `{name:path}` for the rest. `starts`: refused while the service drains."""
+    """`pattern` has `{name}` for one segment and a last `{name:path}` for the rest. `starts`: refused while the service drains.
+
+    `scope`: what the caller's key must have. Left out it is told by the path: `TENANTS_OWN` or, so that nothing is open by mistake, admin.
+    """
 
     method: str
     pattern: str
     handler: Handler
     starts: bool = False
+    scope: str = ""
+
+    @property
+    def needs(self) -> str:
+        """The scope, `ANY_KEY` or `ANYBODY`."""
+        if self.scope:
+            return self.scope
+        if self.pattern.split("/")[2:3] and self.pattern.split("/")[2] in TENANTS_OWN:
+            return READ if self.method in ("GET", "HEAD") else RUN
+        return ADMIN
 
 
 async def document_of(request: Request) -> Any:

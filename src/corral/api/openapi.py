@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from corral.api.calls import MAX_WAIT_S
+from corral.api.calls import ANYBODY, MAX_WAIT_S, Route
 from corral.api.files import MAX_PAGE
+from corral.api.identity_schemas import SCHEMAS
 from corral.api.routes import MAX_OFFSET, ROUTES
 from corral.api.schemas import FIELDS, IDENT, TEXT, ref, schemas
 from corral.domain.request import EXEC_FIELDS, RUN_FIELDS, SANDBOX_FIELDS
@@ -49,6 +50,11 @@ QUERY: dict[str, Json] = {
     "parents": _CHOICE_BOOL,
     "overwrite": _CHOICE_BOOL,
     "recursive": _CHOICE_BOOL,
+    "tenant": {"type": "string", "description": "Whose, for a key with the scope admin; else one's own."},
+}
+SECURITY: Json = {
+    "key": {"type": "http", "scheme": "bearer", "description": "The server's own key, or one of POST /v1/keys."},
+    "token": {"type": "http", "scheme": "bearer", "bearerFormat": "JWT", "description": "Of the configured issuer."},
 }
 KEY, LEASE = "Idempotency-Key", "Corral-Lease"
 HEADERS: dict[str, Json] = {
@@ -155,6 +161,28 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "GET /v1/templates/{name}": Operation("All that is known of a template", {200: "TemplateDetail"}, ("wait",)),
     "DELETE /v1/templates/{name}": Operation("Remove its base, and a recipe that is not shipped", {200: "Removed"}),
+    "GET /v1/whoami": Operation("Who the key is, and what it may do", {200: "Caller"}),
+    "POST /v1/tenants": Operation("Make a tenant", {201: "Tenant"}, (), (KEY,), "TenantRequest", body_needed=False),
+    "GET /v1/tenants": Operation("List tenants, by id", {200: "TenantPage"}, ("limit", "after")),
+    "GET /v1/tenants/{tenant_id}": Operation("A tenant", {200: "Tenant"}),
+    "PATCH /v1/tenants/{tenant_id}": Operation(
+        "Rename, disable or enable a tenant", {200: "Tenant"}, (), (), "ChangeRequest"
+    ),
+    "DELETE /v1/tenants/{tenant_id}": Operation("Delete a disabled tenant in which nothing goes on", {200: "Tenant"}),
+    "POST /v1/users": Operation("Make a user", {201: "User"}, (), (KEY,), "UserRequest", body_needed=False),
+    "GET /v1/users": Operation("List users, by id", {200: "UserPage"}, ("tenant", "limit", "after")),
+    "GET /v1/users/{user_id}": Operation("A user", {200: "User"}, ("tenant",)),
+    "PATCH /v1/users/{user_id}": Operation(
+        "Rename, disable or enable a user", {200: "User"}, ("tenant",), (), "ChangeRequest"
+    ),
+    "DELETE /v1/users/{user_id}": Operation("Delete a user and revoke his keys", {200: "Nothing"}, ("tenant",)),
+    "POST /v1/keys": Operation("Make a key", {201: "NewKey"}, (), (KEY,), "KeyRequest", body_needed=False),
+    "GET /v1/keys": Operation("List keys, newest first", {200: "KeyPage"}, ("tenant", "limit", "after")),
+    "GET /v1/keys/{key_id}": Operation("A key, without its secret", {200: "Key"}),
+    "DELETE /v1/keys/{key_id}": Operation("Revoke a key, at once and for good", {200: "Key"}),
+    "POST /v1/keys/{key_id}/rotate": Operation(
+        "Make a successor of a key", {201: "NewKey"}, (), (KEY,), "RotateRequest", body_needed=False
+    ),
     "POST /v1/gc": Operation("Remove what no sandbox owns", {200: "Garbage"}),
     "GET /v1/doctor": Operation("What this host can do", {200: "Doctor"}, ("fresh", "security")),
     "GET /openapi.json": Operation("This document", {200: "Nothing"}),
@@ -169,7 +197,8 @@ def _content(what: str) -> Json:
     return {what: {"schema": {"type": "string"} if what == EVENTS else {"type": "string", "format": "binary"}}}
 
 
-def _operation(name: str, operation: Operation, pattern: str, ident: str) -> Json:
+def _operation(name: str, operation: Operation, route: Route) -> Json:
+    pattern, ident = route.pattern, route.handler.__name__
     path_names = [part[1:-1].partition(":")[0] for part in pattern.split("/") if part.startswith("{")]
     parameters: list[Json] = [
         {"name": n, "in": "path", "required": True, "schema": IDENT if n.endswith("_id") else TEXT} for n in path_names
@@ -189,6 +218,8 @@ def _operation(name: str, operation: Operation, pattern: str, ident: str) -> Jso
         made["requestBody"] = {"required": operation.body_needed, "content": _content(operation.body)}
     if operation.open:
         made["security"] = []
+    if (needs := route.needs) != ANYBODY:
+        made["x-corral-scope"] = needs
     return made
 
 
@@ -199,7 +230,7 @@ def document() -> Json:
     left = dict(OPERATIONS)
     for route in ROUTES:
         name = f"{route.method} {route.pattern}"
-        made = _operation(name, left.pop(name), route.pattern, route.handler.__name__)
+        made = _operation(name, left.pop(name), route)
         paths.setdefault(route.pattern.replace(":path}", "}"), {})[route.method.lower()] = made
     if left:
         raise ValueError(f"operations without a route: {sorted(left)}")
@@ -213,17 +244,17 @@ def document() -> Json:
             "version": version("corral"),
             "description": "Untrusted intents in, explained results out. Each error is a problem document (RFC 9457).",
         },
-        "security": [{"key": []}],
+        "security": [{"key": []}, {"token": []}],
         "paths": paths,
         "components": {
-            "schemas": schemas(),
+            "schemas": {**schemas(), **SCHEMAS},
             "responses": {
                 "Problem": {
                     "description": "A refusal or a failure, with what to do about it",
                     "content": {"application/problem+json": {"schema": ref("Problem")}},
                 }
             },
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": SECURITY,
         },
     }
 

@@ -20,6 +20,10 @@ CONTRACT_RUNTIMES = ("bubblewrap", "crun", "runc", "runsc")
 NEVER_BY_DEFAULT = frozenset({"fake"})
 STRONG = 2
 """Least security level of `--isolation strong`."""
+SHARED_HINT = (
+    "run the service as root or with a runtime whose limits the kernel holds (corral doctor shows them); an operator who wants watched "
+    "limits for several tenants sets isolation.require_enforced in the policy, to [] for none"
+)
 UNGRADED = Grade("D", "not graded", "corral doctor --security grades it")
 
 
@@ -31,6 +35,8 @@ class Needs:
     level: int = 0
     grade: Letter = "D"
     enforced: frozenset[str] = frozenset()
+    shared: bool = False
+    """The limits in `enforced` are demanded because there are several tenants, and the policy says nothing else."""
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON; `from_dict` is the inverse."""
@@ -39,20 +45,26 @@ class Needs:
             "level": self.level,
             "grade": self.grade,
             "enforced": sorted(self.enforced),
+            **({"shared": True} if self.shared else {}),
         }
 
     @classmethod
     def from_dict(cls, doc: Mapping[str, Any]) -> Needs:
         """Needs as stored by `as_dict`."""
-        return cls(doc["isolation"], doc["level"], doc["grade"], frozenset(doc["enforced"]))
+        return cls(doc["isolation"], doc["level"], doc["grade"], frozenset(doc["enforced"]), doc.get("shared", False))
 
     @property
     def words(self) -> str:
         """For people."""
         parts = [f"grade {self.grade} or better"] if self.grade != "D" else []
         parts += [f"level {self.level} or more"] if self.level else []
-        parts += [f"{', '.join(sorted(self.enforced))} held by the kernel"] if self.enforced else []
+        parts += [f"{', '.join(sorted(self.enforced))} held by the kernel{self._why}"] if self.enforced else []
         return f"isolation {self.isolation} takes {', '.join(parts) if parts else 'any runtime'}"
+
+
+    @property
+    def _why(self) -> str:
+        return ", because there are several tenants" if self.shared else ""
 
 
 @dataclass(frozen=True)
@@ -157,7 +169,8 @@ class _Verdict:
             return cls(f"is of level {fact.security_level}, {by} {needs.level} or more", True)
         weak = [name for name in sorted(needs.enforced) if getattr(fact.modes, name, "absent") != "enforced"]
         if weak:
-            return cls(f"policy demands that {', '.join(weak)} be enforced", True)
+            by = "with several tenants" if needs.shared else "policy demands that"
+            return cls(f"{by} {', '.join(weak)} {'must ' if needs.shared else ''}be enforced", True)
         if at_least(fact.grade.letter, needs.grade):
             return cls(None)
         short = (
@@ -207,13 +220,17 @@ def _refuse(considered: Sequence[Considered], wanted: str | None, needs: Needs, 
         raise CorralError(
             code,
             f"the runtime {wanted} cannot be used here: {why}",
-            hint="leave runtime out to take what works here; corral doctor --security shows all",
+            hint=SHARED_HINT
+            if needs.shared and too_weak
+            else "leave runtime out to take what works here; corral doctor --security shows all",
             field="/runtime",
             considered=listed,
         )
     reasons = "; ".join(f"{item.name}: {item.rejected}" for item in considered) or "none is installed"
     if needs.isolation == "strong":
         hint = "isolation standard may be possible; corral doctor --security shows what is missing for a stronger one"
+    elif too_weak and needs.shared:
+        hint = SHARED_HINT
     elif too_weak:
         hint = (
             "the policy's isolation is above what this host can do: corral doctor --security says what would mend it; "

@@ -28,6 +28,8 @@ MEND = "mend the policy file; policy/default.yaml of the distribution shows ever
 
 GRADES: Mapping[str, Letter] = {"standard": "C", "strong": "A"}
 """The least grade of a runtime for each isolation, where a policy does not say."""
+SHARED_ENFORCED = frozenset({"memory", "pids", "disk"})
+"""What one tenant could take from another where it is only watched."""
 ANY_TEMPLATE = "*"
 """In `templates`: whatever recipe the operator has added; a caller's first use of one builds it."""
 
@@ -106,7 +108,10 @@ class Policy:
     caps: Caps
     templates: dict[str, TemplateRule]
     isolation_floor: int = 0
-    require_enforced: frozenset[str] = frozenset()
+    require_enforced: frozenset[str] | None = None
+    """Limits that the kernel must hold. None: what `shared` says."""
+    shared: bool = False
+    """There are several tenants: then `SHARED_ENFORCED`, where the policy does not say."""
     grades: Mapping[str, Letter] = field(default_factory=lambda: dict(GRADES))
     """Isolation -> the least grade of a runtime for it."""
     networks: frozenset[str] = field(default_factory=lambda: frozenset({"none"}))
@@ -127,7 +132,9 @@ class Policy:
         """What a runtime must be for a request of this isolation (None = the caller said nothing)."""
         asked = isolation or "standard"
         level = max(self.isolation_floor, STRONG if asked == "strong" else 0)
-        return Needs(asked, level, self.grades[asked], self.require_enforced)
+        if self.require_enforced is not None:
+            return Needs(asked, level, self.grades[asked], self.require_enforced)
+        return Needs(asked, level, self.grades[asked], SHARED_ENFORCED if self.shared else frozenset(), self.shared)
 
     def template_rule(self, name: str) -> TemplateRule | None:
         """What callers may do with a template: its own rule, else that of `*`, else None: not allowed."""
@@ -168,8 +175,8 @@ class Policy:
         floor = isolation.get("floor", _integer, 0)
         if not 0 <= floor <= 3:
             isolation.fail("floor", f"a security level is from 0 to 3, not {floor}")
-        enforced: tuple[str, ...] = isolation.get("require_enforced", _words, _NOTHING)
-        if unknown := sorted(set(enforced) - set(LIMIT_NAMES)):
+        enforced: tuple[str, ...] | None = isolation.get("require_enforced", _words, None)
+        if unknown := sorted(set(enforced or ()) - set(LIMIT_NAMES)):
             isolation.fail(
                 "require_enforced", f"there is no limit {shown(unknown[0])}; known: {', '.join(LIMIT_NAMES)}"
             )
@@ -187,7 +194,7 @@ class Policy:
             caps=caps,
             templates=templates,
             isolation_floor=floor,
-            require_enforced=frozenset(enforced),
+            require_enforced=None if enforced is None else frozenset(enforced),
             grades=grades,
             networks=frozenset(networks),
             capacity=_amounts(top.part("capacity", set(_CAPACITY)), _CAPACITY),

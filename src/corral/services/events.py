@@ -8,15 +8,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from corral.domain.identity import DEFAULT_TENANT, EVERYTHING
+from corral.domain.ids import ulid_of
+
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls: the tenant, and the name that owns leases."""
+    """Who calls: the tenant, the name that owns leases, what he may do. Without more it is the holder of the state directory."""
 
-    tenant_id: str = "default"
+    tenant_id: str = DEFAULT_TENANT
     owner: str = "key:local"
+    """Of a key it is its line, so that leases outlive its rotation; of a token its user."""
+    user_id: str | None = None
+    scopes: frozenset[str] = EVERYTHING
+    key_id: str | None = None
+    """The key of the store that he came with."""
+    ends_at: int | None = None
+    """When what he came with ends, in Unix milliseconds."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether somebody may end meanwhile what he came with."""
+        return self.key_id is not None or self.ends_at is not None
+
+    @property
+    def actor(self) -> str:
+        """Who it was, for the audit."""
+        return self.owner if self.key_id is None else f"key:{ulid_of(self.key_id)}"
 
 
 @dataclass(frozen=True)

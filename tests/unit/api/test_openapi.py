@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corral.api import calls, files, openapi, routes, schemas
+from corral.api import calls, files, identity, openapi, routes, schemas
 from corral.domain import request
 from corral.domain.request import HostCaps, parse_exec, parse_run, parse_sandbox
 from corral.errors import CorralError
@@ -67,7 +67,7 @@ def test_every_reference_leads_somewhere() -> None:
 
 def test_query_parameters_are_those_that_the_handlers_read() -> None:
     read = set()
-    for module in (calls, routes, files):
+    for module in (calls, routes, files, identity):
         source = Path(str(module.__file__)).read_text(encoding="utf-8")
         readers = "seconds_of|flag_of|integer_of|choice_of|ident_of"
         read |= set(re.findall(rf'(?:(?:{readers})\(request, |request\.query\.get\()"(\w+)"', source))

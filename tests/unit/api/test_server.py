@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from corral.adapters.coordination.inprocess import InProcess
 from corral.api import asgi, server, websocket
 from corral.api.asgi import Application
 from corral.api.calls import Reply
@@ -20,8 +21,15 @@ KEY = "a-key-for-unit-tests"
 ASK = f"GET /openapi.json HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n".encode()
 
 
+class Store:
+    async def add_audit(self, audit: Any) -> int:
+        return 1
+
+
 class Core:
     draining = False
+    coordination = InProcess()
+    store = Store()
 
     def log(self, line: str) -> None:
         raise AssertionError(line)
