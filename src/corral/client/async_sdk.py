@@ -18,6 +18,7 @@ from corral.client import endpoint
 from corral.client.aio import Loop
 from corral.client.calls import Calls
 from corral.client.files import Content, FileCalls, Path, Progress, source_of
+from corral.client.identity import AsyncKeys, AsyncTenants, IdentitySteps
 from corral.client.line import Event, Json, Line
 from corral.client.templates import AsyncTemplates
 from corral.client.transport import quote
@@ -407,6 +408,8 @@ class AsyncCorral:
         self.runs = AsyncRuns(self._calls)
         self.sandboxes = AsyncSandboxes(self._calls)
         self.templates = AsyncTemplates(self._calls)
+        self.keys = AsyncKeys(self._calls)
+        self.tenants = AsyncTenants(self._calls)
 
     async def run(self, *, agent_view: int | None = None, **request: Unpack[RunRequest]) -> AsyncRun:
         """One run to its end; members of `POST /v1/runs` as keywords. Interrupted: it is cancelled."""
@@ -417,6 +420,10 @@ class AsyncCorral:
     async def submit(self, **request: Unpack[RunRequest]) -> AsyncRunHandle:
         """Start a run and go on."""
         return AsyncRunHandle(self._calls, (await self._calls.start("/v1/runs", "/v1/runs", encoded(request))))
+
+    async def whoami(self) -> Json:
+        """Who the key is: `tenant user key by owner scopes expires_at`."""
+        return await IdentitySteps(self._calls).whoami()
 
     async def request(self, method: str, path: str, json: Json | None = None, **params: Any) -> Json:
         """Any other route of the API, with the same repetitions."""

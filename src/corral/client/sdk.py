@@ -18,6 +18,7 @@ from corral.client import endpoint
 from corral.client.calls import Calls
 from corral.client.effects import Blocking, drive, iterate
 from corral.client.files import Content, FileCalls, Path, Progress, source_of
+from corral.client.identity import IdentitySteps, Keys, Tenants
 from corral.client.line import Event, Json, Line
 from corral.client.templates import Templates
 from corral.client.transport import quote
@@ -402,6 +403,8 @@ class Corral:
         self.runs = Runs(self._calls)
         self.sandboxes = Sandboxes(self._calls)
         self.templates = Templates(self._calls)
+        self.keys = Keys(self._calls)
+        self.tenants = Tenants(self._calls)
         drive(target.current())  # so that a bad directory shows here
 
     def run(self, *, agent_view: int | None = None, **request: Unpack[RunRequest]) -> Run:
@@ -411,6 +414,10 @@ class Corral:
     def submit(self, **request: Unpack[RunRequest]) -> RunHandle:
         """Start a run and go on."""
         return RunHandle(self._calls, drive(self._calls.start("/v1/runs", "/v1/runs", encoded(request))))
+
+    def whoami(self) -> Json:
+        """Who the key is: `tenant user key by owner scopes expires_at`."""
+        return drive(IdentitySteps(self._calls).whoami())
 
     def request(self, method: str, path: str, json: Json | None = None, **params: Any) -> Json:
         """Any other route of the API, with the same repetitions."""
