@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import functools
 import os
 import socket
@@ -72,8 +73,12 @@ def _close_at_the_end() -> None:
 class Owner:
     """A running service in this process, and the transport of this process's own calls."""
 
-    def __init__(self, settings: config.Config, progress: Progress | None, log: Log) -> None:
+    def __init__(
+        self, settings: config.Config, progress: Progress | None, log: Log, listener: socket.socket | None = None
+    ) -> None:
+        """With a `listener` the state directory's socket is another process's, which shares it with us."""
         self.release: list[Callable[[], None]] = []
+        self._shares_socket = listener is not None
         self._settings = settings
         self._log = log
         self._loop = asyncio.new_event_loop()
@@ -81,7 +86,7 @@ class Owner:
         self._services: Services | None = None
         self._node: Node | None = None
         self._store: Store | None = None
-        self._listener: socket.socket | None = None
+        self._listener = listener
         self._applications: list[Application] = []
         self._servers: list[tuple[Any, asyncio.Task[None]]] = []
         self._serving: asyncio.Task[None] | None = None
@@ -111,9 +116,14 @@ class Owner:
         await self._store.open()
         self._node = await reach_node(self._settings, self._store)
         await self._node.open(progress)
-        self._services = await make_services(self._settings, self._store, self._node, progress, self._log)
-        await self._services.start()
+        await self._compose(self._store, self._node, progress)
         self._loop.add_reader(self._listener.fileno(), self._first_connection)
+
+    async def _compose(self, store: Store, node: Node, progress: Progress | None) -> None:
+        """The services over an open store and node."""
+        others = make_coordination(self._settings, await store.installation_id(), self._log)
+        self._services = await make_services(self._settings, store, node, progress, self._log, others)
+        await self._services.start()
 
     def _first_connection(self) -> None:
         assert self._listener is not None
@@ -223,11 +233,11 @@ class Owner:
         return 2 * self._settings.delays["drain_s"] + CLOSE_S + 10.0
 
     async def _stop(self) -> None:
-        if self._listener is not None:
+        if self._listener is not None and not self._shares_socket:
             self._loop.remove_reader(self._listener.fileno())
             if self._serving is None:
                 self._listener.close()
-        _unlink_socket(self._settings.state_dir)
+            unlink_socket(self._settings.state_dir)
         for server, _ in self._servers:
             server.should_exit = True
         if self._services is not None:
@@ -353,7 +363,8 @@ def _show_socket(state_dir: str) -> None:
         os.rename(os.path.join(state_dir, f"{SOCKET}.hidden"), os.path.join(state_dir, SOCKET))
 
 
-def _unlink_socket(state_dir: str) -> None:
+def unlink_socket(state_dir: str) -> None:
+    """Nobody finds STATE/api.sock any more."""
     for name in (SOCKET, f"{SOCKET}.hidden"):
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(state_dir, name))
@@ -365,7 +376,11 @@ def _now_ms() -> int:
 
 
 def make_store(settings: config.Config) -> Store:
-    """The store of a state directory: SQLite."""
+    """The store: PostgreSQL where the settings name a database, else SQLite in the state directory."""
+    if settings.database_url is not None:
+        from corral.adapters.store.postgres import PostgresStore
+
+        return PostgresStore(settings.database_url)
     from corral.adapters.store.sqlite import SqliteStore
 
     return SqliteStore(os.path.join(settings.state_dir, "corral.db"), _now_ms)
@@ -390,7 +405,58 @@ def by_default(settings: config.Config) -> tuple[str, ...]:
 
 async def reach_node(settings: config.Config, store: Store) -> Node:
     """The node that the services work with: in a process of its own when the settings name its socket, else in this one."""
-    return make_node(settings, await store.installation_id())
+    if settings.node_socket is not None:
+        from corral.adapters.nodes.remote import RemoteNode
+
+        return cast("Node", RemoteNode(settings.node_socket))
+    return make_node(settings, await _installation(settings, store))
+
+
+async def _installation(settings: config.Config, store: Store | None) -> str:
+    """By what this host knows its own: processes, groups and subordinate ids carry it, whatever database there is above them.
+
+    It is the store's, and written down once the state directory has, or may have, a store that is not on this disk.
+    """
+    path = os.path.join(settings.state_dir, "node", "installation")
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="ascii") as file:
+        return file.read().strip()
+    if store is not None and settings.database_url is None:
+        return await store.installation_id()
+    if os.path.exists(os.path.join(settings.state_dir, "corral.db")):
+        local = make_store(dataclasses.replace(settings, database_url=None))
+        await local.open()
+        try:
+            found = await local.installation_id()
+        finally:
+            await local.close()
+    else:
+        found = await store.installation_id() if store is not None else os.urandom(16).hex()
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    fresh = f"{path}.{os.getpid()}"
+    with open(fresh, "w", encoding="ascii") as file:
+        file.write(found)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+    return found
+
+
+async def serve_node(
+    settings: config.Config, name: str, stop: asyncio.Event, ready: Callable[[], None], log: Log
+) -> None:
+    """This host's node on the socket `name` in the state directory, until `stop`. The caller holds the directory's lock."""
+    from corral.node.serving import NodeServer
+
+    node = make_node(settings, await _installation(settings, None))
+    await node.open(lambda sentence, _: log(sentence))
+    try:
+        server = NodeServer(node, settings.state_dir, name, log)
+        await server.start()
+        ready()
+        await stop.wait()
+        await server.close()
+    finally:
+        await node.close()
 
 
 def make_node(settings: config.Config, installation_id: str) -> Node:
@@ -468,6 +534,17 @@ def _configured(given: config.OciProgram, settings: config.Config, installation_
     return _oci.OciRuntime(
         given.name, program, settings.state_dir, installation_id=installation_id, subuid_range=settings.subuid_range
     )
+
+
+def make_coordination(settings: config.Config, installation: str, log: Log) -> Coordination:
+    """How this process hears of the other workers of the installation; alone where the settings name none."""
+    if settings.worker is None or settings.redis_url is None:
+        from corral.adapters.coordination.inprocess import InProcess
+
+        return InProcess()
+    from corral.adapters.coordination.redis import RedisCoordination
+
+    return RedisCoordination(settings.redis_url, installation, log)
 
 
 async def make_services(

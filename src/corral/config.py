@@ -23,10 +23,14 @@ MAX_STATE_DIR = 480
 
 DELAYS: dict[str, float] = {
     "bases_s": 3600.0,
+    "beat_s": 1.0,
+    "claim_s": 30.0,
     "client_gone_s": 5.0,
     "drain_s": 5.0,
+    "stale_s": 15.0,
     "sweep_s": 1.0,
     "takeover_client_gone_s": 15.0,
+    "worker_ttl_s": 6.0,
 }
 """Delays that an operator may set under `[delays]` of config.toml, in seconds."""
 
@@ -76,6 +80,8 @@ class Config:
     unsafe: frozenset[str] = frozenset()
     """What CORRAL_UNSAFE names, `unsafe_…`: defences switched off (tests only), demands of the guard that are not made."""
     delays: Mapping[str, float] = field(default_factory=lambda: dict(DELAYS))
+    database_url: str | None = field(default=None, repr=False)
+    """The PostgreSQL database of the store; None = SQLite in the state directory. May hold a password."""
     redis_url: str | None = field(default=None, repr=False)
     """Where workers tell each other to be quicker; None = there is one worker. May hold a password."""
     node_socket: str | None = None
@@ -135,6 +141,7 @@ def load(state_dir: str | None = None, environ: Mapping[str, str] | None = None)
         oci=_oci(settings.get("oci", {})),
         unsafe=_unsafe(env.get("CORRAL_UNSAFE", "")),
         delays=delays,
+        database_url=env.get("CORRAL_DATABASE_URL") or settings.get("database_url") or None,
         redis_url=env.get("CORRAL_REDIS_URL") or settings.get("redis_url") or None,
     )
 

@@ -25,6 +25,7 @@ HEADERS_S = 10.0
 LINGER_S = 1.0
 """How long one who was refused in the middle of sending has to read why."""
 MAX_CONNECTIONS = 4096
+SHARED_ACCEPTS = 2
 MAX_MESSAGE = 2 * 1024 * 1024
 """Bytes of one message of a WebSocket; more than its window of input, encoded."""
 
@@ -142,8 +143,11 @@ class PatientProtocol(H11Protocol):
             self.transport.close()
 
 
-def make_server(application: Any, tls: ssl.SSLContext | None = None) -> uvicorn.Server:
-    """A server for listening sockets: `await server.serve(sockets=[…])`. Ends by `should_exit`, at once by `force_exit`."""
+def make_server(application: Any, tls: ssl.SSLContext | None = None, *, shared: bool = False) -> uvicorn.Server:
+    """A server for listening sockets: `await server.serve(sockets=[…])`. Ends by `should_exit`, at once by `force_exit`.
+
+    `shared`: other processes accept from the same sockets, so it takes a few connections at a time and leaves them the rest.
+    """
     return uvicorn.Server(
         uvicorn.Config(
             application,
@@ -160,7 +164,7 @@ def make_server(application: Any, tls: ssl.SSLContext | None = None) -> uvicorn.
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
-            backlog=1024,
+            backlog=SHARED_ACCEPTS if shared else 1024,
             ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
     )

@@ -28,12 +28,17 @@ COMMANDS = {
     "runs": ("corral.cli.runs", "List runs, show one."),
     "cancel": ("corral.cli.cancel", "End a run or exec."),
     "template": ("corral.cli.template", "Build, list, show and remove templates."),
+    "tenant": ("corral.cli.tenant", "Create, list, disable and remove tenants."),
+    "key": ("corral.cli.key", "Create, list, revoke and rotate keys of the API."),
     "serve": ("corral.cli.serve", "Serve the API on a TCP port."),
     "mcp": ("corral.cli.mcp", "Serve the sandbox to a model over MCP."),
     "gc": ("corral.cli.gc", "Remove what no sandbox owns any more."),
     "doctor": ("corral.cli.doctor", "Say what this host can do."),
     "certify": ("corral.cli.certify", "Attack the runtimes of this host, say what held."),
+    "bench": ("corral.cli.bench", "Put this build under strain on this host."),
 }
+INTERNAL = {"node": "corral.cli.node", "replica": "corral.cli.replica"}
+"""What `corral serve` starts; no part of help."""
 
 
 class Commands(click.Group):
@@ -43,16 +48,17 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in COMMANDS and cmd_name not in INTERNAL:
             return None
-        command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        module = INTERNAL.get(cmd_name) or COMMANDS[cmd_name][0]
+        command = importlib.import_module(module).command
         assert isinstance(command, click.Command)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args[0] not in COMMANDS and args[0] not in INTERNAL and not args[0].startswith("-"):
             import difflib
 
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)

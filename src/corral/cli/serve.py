@@ -1,7 +1,8 @@
 """`corral serve`: own the state directory for long, and serve the API on TCP to those who have the key.
 
 The first SIGTERM, SIGINT or SIGHUP drains: new work is refused, calls under way may end, sandboxes and what runs in them live on.
-The second one ends the process at once, which costs nothing but the answers under way.
+The second one ends the process at once, which costs nothing but the answers under way. On PostgreSQL with Redis the work is done by
+processes of their own (`corral.cli.replicas`), and SIGHUP restarts these one at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,9 @@ from corral.errors import CorralError
 
 if TYPE_CHECKING:
     import logging
+    import ssl
+
+    from corral.api.keys import AdminKey
 
 DEFAULT_PORT = 8484
 DRAIN_S = 10.0
@@ -45,59 +50,137 @@ REFUSED_SOCKET = "ASGI callable returned without completing handshake."
 @click.option(
     "--unsafe-plaintext", is_flag=True, help="Serve beyond this host without TLS: the key can be read on the way."
 )
-@click.option("--replicas", type=click.IntRange(1), default=1, help="More than one needs PostgreSQL.")
+@click.option(
+    "--database-url",
+    metavar="URL",
+    help="PostgreSQL as the store. Better as CORRAL_DATABASE_URL: a password in an argument can be seen by others.",
+)
+@click.option("--redis-url", metavar="URL", help="Redis, by which replicas wake each other (CORRAL_REDIS_URL).")
+@click.option("--replicas", type=click.IntRange(1, 64), help="API processes; more than one needs PostgreSQL and Redis.")
 def command(
-    host: str, port: int, tls_cert: str | None, tls_key: str | None, unsafe_plaintext: bool, replicas: int
+    host: str,
+    port: int,
+    tls_cert: str | None,
+    tls_key: str | None,
+    unsafe_plaintext: bool,
+    database_url: str | None,
+    redis_url: str | None,
+    replicas: int | None,
 ) -> None:
     """Serve the API until a signal says stop. Each call needs the key: Authorization: Bearer KEY (CORRAL_KEY for clients)."""
     from corral.api.keys import VARIABLE, open_key
     from corral.api.server import Tls
 
-    if replicas > 1:
-        hint = "leave --replicas out; any number of commands and clients share the one server"
-        raise CorralError("not_supported_yet", "one SQLite file has one server", hint=hint, field="--replicas")
+    for name, url in (("CORRAL_DATABASE_URL", database_url), ("CORRAL_REDIS_URL", redis_url)):
+        if url is not None:
+            os.environ[name] = url
+    settings = config.load()
+    several = _several(settings, replicas or 1, redis_url is not None)
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
-    tls = Tls(tls_cert, tls_key).context() if tls_cert is not None and tls_key is not None else None
-    settings = config.load()
+    files = (tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None
+    tls = Tls(*files).context() if files is not None else None
     given = os.environ.get(VARIABLE)
-    _allow_files()
-    _show_failures()
+    allow_files()
+    show_failures()
     listener = bind(host, port)
     try:
         check_reach(listener, tls is not None, unsafe_plaintext)
-        lock = _own(settings.state_dir)
+        lock = own(settings.state_dir)
         try:
             opened = open_key(os.path.join(settings.state_dir, KEY_FILE), given, os.urandom)
-            from corral import bootstrap
-
-            with terminal.progress() as progress:
-                owner = bootstrap.start_owner(settings, progress, _log)
         except BaseException:
             os.close(lock)
             raise
-        owner.release.append(lambda: os.close(lock))
-        try:
-            with _stopping() as stop:
-                owner.listen(listener, opened.key, tls)
-                terminal.put(f"corral: listening on {url_of(listener, tls is not None)}\n")
-                if opened.fresh is not None:
-                    terminal.put(f"corral: admin key {opened.fresh}\n")
-                elif opened.how != "stored":
-                    terminal.put(f"corral: admin key set by {VARIABLE}\n")
-                while not stop.wait(0.25):
-                    pass  # a signal that another thread gets does not wake one that waits for good
-                _log("stopping: new work is refused, what runs lives on")
-                owner.drain(DRAIN_S)
-                owner.close()
-                os._exit(0)  # a thread that still builds a template would hold the process, and with it the port
-        finally:
-            owner.close()
+
+        def up() -> None:
+            terminal.put(f"corral: listening on {url_of(listener, tls is not None)}\n")
+            if opened.fresh is not None:
+                terminal.put(f"corral: admin key {opened.fresh}\n")
+            elif opened.how != "stored":
+                terminal.put(f"corral: admin key set by {VARIABLE}\n")
+
+        if several:
+            _serve_several(settings, replicas or 1, listener, lock, files, up)
+        else:
+            _serve_alone(settings, listener, lock, opened.key, tls, up)
     finally:
         listener.close()
 
 
-def _allow_files() -> None:
+def _several(settings: config.Config, replicas: int, redis_asked: bool) -> bool:
+    """Whether the work is for processes of their own: with PostgreSQL and Redis. What cannot be is refused with a hint."""
+    if settings.database_url is None:
+        if replicas > 1:
+            hint = (
+                "give --database-url and --redis-url; or leave --replicas out: any number of clients share one server"
+            )
+            raise CorralError("not_supported_yet", "one SQLite file has one server", hint=hint, field="--replicas")
+        if redis_asked:
+            hint = "give --database-url as well, or leave it out: one server on SQLite has nobody to wake"
+            raise CorralError("invalid_value", "Redis is for replicas on PostgreSQL", hint=hint, field="--redis-url")
+        return False
+    if replicas > 1 and settings.redis_url is None:
+        hint = "give --redis-url (CORRAL_REDIS_URL); without it PostgreSQL has one server"
+        raise CorralError("invalid_value", "several replicas need Redis", hint=hint, field="--redis-url")
+    return settings.redis_url is not None
+
+
+def _serve_alone(
+    settings: config.Config,
+    listener: socket.socket,
+    lock: int,
+    key: AdminKey,
+    tls: ssl.SSLContext | None,
+    up: Callable[[], None],
+) -> None:
+    """All in this process."""
+    from corral import bootstrap
+
+    try:
+        with terminal.progress() as progress:
+            owner = bootstrap.start_owner(settings, progress, _log)
+    except BaseException:
+        os.close(lock)
+        raise
+    owner.release.append(lambda: os.close(lock))
+    try:
+        with Stopping() as stop:
+            owner.listen(listener, key, tls)
+            up()
+            while not stop.wait(0.25):
+                pass  # a signal that another thread gets does not wake one that waits for good
+            _log("stopping: new work is refused, what runs lives on")
+            owner.drain(DRAIN_S)
+            owner.close()
+            os._exit(0)  # a thread that still builds a template would hold the process, and with it the port
+    finally:
+        owner.close()
+
+
+def _serve_several(
+    settings: config.Config,
+    replicas: int,
+    listener: socket.socket,
+    lock: int,
+    tls: tuple[str, str] | None,
+    up: Callable[[], None],
+) -> None:
+    """A node and replicas, each a process, with this one as their parent."""
+    from corral import bootstrap
+    from corral.cli.replicas import Replicas
+
+    local = bootstrap.bind_socket(settings.state_dir)
+    try:
+        absolute = (os.path.abspath(tls[0]), os.path.abspath(tls[1])) if tls is not None else None
+        Replicas(replicas, {"tcp": listener, "api": local}, lock, absolute, os.environ, up).run()
+    finally:
+        bootstrap.unlink_socket(settings.state_dir)
+        local.close()
+        os.close(lock)
+
+
+def allow_files() -> None:
     """Each connection and each exec needs open files; what the system allows is not what a shell gives. Sandboxes have their own limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
@@ -105,7 +188,7 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _show_failures() -> None:
+def show_failures() -> None:
     """What the server below the API could not handle is said, where a command would keep quiet."""
     import logging
 
@@ -129,14 +212,17 @@ def _without_trace(record: logging.LogRecord) -> bool:
     return True
 
 
-class _stopping:
+class Stopping:
     """The first signal sets the event, the second ends the process."""
+
+    def __init__(self, numbers: Sequence[int] = leaving.SIGNALS) -> None:
+        self._numbers = numbers
 
     def __enter__(self) -> threading.Event:
         self._event = threading.Event()
         self._old = {
             number: signal.signal(number, self._arrived)
-            for number in leaving.SIGNALS
+            for number in self._numbers
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         return self._event
@@ -205,7 +291,7 @@ def url_of(listener: socket.socket, encrypted: bool) -> str:
     return f"{'https' if encrypted else 'http'}://{shown}:{port}"
 
 
-def _own(state_dir: str) -> int:
+def own(state_dir: str) -> int:
     """The lock of the state directory; `state_locked` names who has it."""
     from corral.client.embedded import take_lock
 

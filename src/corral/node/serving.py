@@ -254,7 +254,8 @@ class _Peer:
 
     async def _run(self, number: int, call: _Call, method: Method, arguments: dict[str, Any]) -> None:
         try:
-            made = getattr(self._server.node, method.name)(**arguments)
+            placed, named = method.arrange(arguments)
+            made = getattr(self._server.node, method.name)(*placed, **named)
         except TypeError as error:
             raise CorralError("not_supported_yet", f"this node does not know an argument: {error}") from error
         if method.kind == "stream":

@@ -11,7 +11,7 @@ import functools
 import importlib
 from typing import Any
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 
 SPOKEN = (
     "corral.ports.node",

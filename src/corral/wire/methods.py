@@ -28,13 +28,30 @@ class Method:
 
     name: str
     kind: Literal["call", "stream", "opened"]
-    bind: Callable[..., dict[str, Any]]
-    """The arguments by their names; TypeError for those that the port does not know."""
+    signature: inspect.Signature
     source: str | None
     """The parameter that is a stream from the caller."""
     progress: bool
     members: tuple[str, ...] = ()
     """What an opened stream has besides its items."""
+
+    def bind(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """The arguments by the port's names for them; TypeError for those that it does not know."""
+        bound = self.signature.bind(None, *arguments, **named).arguments
+        del bound["self"]
+        return bound
+
+    def arrange(self, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same as a node takes them: by place where the port has a place, as a node may have other names. Not more than given."""
+        self.signature.bind(None, **arguments)
+        places = [each for each in list(self.signature.parameters.values())[1:] if each.kind is not each.KEYWORD_ONLY]
+        while places and places[-1].name not in arguments:
+            places.pop()
+        placed = {each.name for each in places}
+        return (
+            tuple(arguments.get(each.name, each.default) for each in places),
+            {name: value for name, value in arguments.items() if name not in placed},
+        )
 
     def once(self, arguments: dict[str, Any]) -> bool:
         """It may have been done although nobody knows, and must not be done again."""
@@ -68,10 +85,4 @@ def _method(name: str, function: Callable[..., Any]) -> Method:
     elif answer in OPENED:
         kind, members = "opened", tuple(getattr(OPENED[answer], "__annotations__", {}))
     source = [each for each, value in signature.parameters.items() if "AsyncIterator" in str(value.annotation)]
-
-    def bind(*arguments: Any, **named: Any) -> dict[str, Any]:
-        bound = signature.bind(None, *arguments, **named).arguments
-        del bound["self"]
-        return bound
-
-    return Method(name, kind, bind, source[0] if source else None, "progress" in signature.parameters, members)
+    return Method(name, kind, signature, source[0] if source else None, "progress" in signature.parameters, members)

@@ -31,7 +31,7 @@ def told(log: logging.Logger, error: Exception) -> None:
 def test_an_answer_that_had_to_be_broken_off_is_one_line_a_fault_has_its_trace(
     log: logging.Logger, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    serve._show_failures()
+    serve.show_failures()
     told(log, CorralError("sandbox_deleted", "the sandbox sbx_1 was deleted"))
     assert capfd.readouterr().err == (
         "corral: an answer was broken off: sandbox_deleted: the sandbox sbx_1 was deleted\n"
@@ -43,7 +43,7 @@ def test_an_answer_that_had_to_be_broken_off_is_one_line_a_fault_has_its_trace(
 def test_a_refused_websocket_is_not_logged(log: logging.Logger, capfd: pytest.CaptureFixture[str]) -> None:
     from uvicorn.protocols.websockets import websockets_sansio_impl
 
-    serve._show_failures()
+    serve.show_failures()
     assert serve.REFUSED_SOCKET in Path(websockets_sansio_impl.__file__).read_text(encoding="utf-8")
     log.error(serve.REFUSED_SOCKET)
     assert capfd.readouterr().err == ""
