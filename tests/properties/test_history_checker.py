@@ -182,6 +182,19 @@ def _held_by_another_in_my_time(story: Story) -> None:
     story.refused("a", "exec", "sbx_2", "1.2", "lease_held")
 
 
+def _renewed_too_late(story: Story) -> None:
+    story.acquire("a", "sbx_2", "ins_2", "1.2", ttl_ms=100)
+    story.later(200)
+    story.renew("a", "sbx_2", "1.2")
+
+
+def _stale_delete(story: Story) -> None:
+    story.acquire("a", "sbx_2", "ins_2", "1.2", ttl_ms=10)
+    story.later(100)
+    story.acquire("b", "sbx_2", "ins_2", "1.3", ttl_ms=10)
+    story.tell(story.ask("a", "delete", sandbox="sbx_2", fence="1.2", owner="a"))
+
+
 def _stale_write(story: Story) -> None:
     story.acquire("a", "sbx_2", "ins_2", "1.2", ttl_ms=10)
     story.later(100)
@@ -335,6 +348,8 @@ BAD: list[tuple[str, Callable[[Story], None]]] = [
     ("one-owner", _renewed_and_taken),
     ("promise-kept", _lost_too_early),
     ("promise-kept", _held_by_another_in_my_time),
+    ("expired-is-lost", _renewed_too_late),
+    ("no-stale-call", _stale_delete),
     ("no-stale-call", _stale_write),
     ("no-stale-call", _stale_renewal),
     ("no-stale-call", _stale_exec),
@@ -604,7 +619,7 @@ def grant_what_was_refused(events: list[Event], dice: random.Random) -> list[Eve
     place = _pick(events, dice, lambda e: e.kind == "return" and e.get("code") == "lease_lost")
     if place is None:
         return None
-    done = replace(events[place], facts={"op": events[place]["op"], "ok": True})
+    done = replace(events[place], facts={"op": events[place]["op"], "ok": True, "started": True, "ttl_ms": 1})
     return events[:place] + [done] + events[place + 1 :]
 
 

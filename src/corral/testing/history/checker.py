@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from corral.testing.history.events import Event, Fence, merged
 
 REFUSED_BY_FENCE = frozenset({"lease_lost", "lease_held"})
-ACTS = frozenset({"exec", "write", "renew"})
-"""Calls of a holder, refused once the lease is another's."""
+ACTS = frozenset({"exec", "write", "renew", "delete"})
+"""Calls of a holder, refused once the lease is another's; a delete only if it names its fence."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,8 @@ class Call:
 
     @property
     def accepted(self) -> bool:
-        """It had its effect, as far as the client was told."""
-        fenced_off = self.told is not None and self.told.get("reason") == "lease_lost" and not self.told.get("started")
-        return self.ok and not fenced_off
+        """It had its effect, as far as the client was told. An exec has one only if its program started."""
+        return self.ok and (self.name != "exec" or (self.told is not None and self.told.get("started") is True))
 
     def fact(self, name: str) -> object:
         """As told, else as asked."""
@@ -77,7 +76,7 @@ class Restore:
 
     @property
     def at(self) -> int:
-        return self.event.at
+        return int(self.event.get("began", self.event.at))
 
     @property
     def until(self) -> int:
@@ -166,6 +165,7 @@ RULES = {
     "tokens-rise": "each acquire gets a higher token than every one before it",
     "one-owner": "no two owners hold a sandbox at once, by what they were promised",
     "promise-kept": "a lease is not lost before the expiry that its holder was told",
+    "expired-is-lost": "a lease that has expired is not renewed",
     "no-stale-call": "a call with an old fence is refused once a newer owner was told of his lease",
     "barrier": "a lease is reported only after node and guest took its fence",
     "floors-rise": "what a node takes as floor of a sandbox never falls",

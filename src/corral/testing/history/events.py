@@ -88,8 +88,12 @@ class Recorder:
 
     def note(self, kind: str, **facts: Any) -> Event:
         event = Event(time.monotonic_ns(), self.by, kind, {name: v for name, v in facts.items() if v is not None})
-        os.write(self._fd, (event.line() + "\n").encode())
+        self.put(event)
         return event
+
+    def put(self, event: Event) -> None:
+        """One that was noted elsewhere."""
+        os.write(self._fd, (event.line() + "\n").encode())
 
     def close(self) -> None:
         os.close(self._fd)

@@ -121,6 +121,24 @@ def promise_kept(history: History) -> Iterator[Violation]:
                 yield Violation("promise-kept", what, (*promise.shown, *call.events))
 
 
+def expired_is_lost(history: History) -> Iterator[Violation]:
+    """By the latest moment at which the store may have counted from: when its answer had arrived."""
+    for sandbox in history.sandboxes():
+        latest: dict[Fence, tuple[int, Event]] = {}
+        told = [call for call in history.called("acquire", "renew") if call.ok and call.sandbox == sandbox]
+        for call in sorted(told, key=lambda call: call.asked.at):
+            assert call.told is not None and call.fence is not None
+            history.examined["expired-is-lost"] += 1
+            expiry, shown = latest.get(call.fence, (0, call.told))
+            if call.name == "renew" and shown is not call.told and call.asked.at > expiry:
+                late = (call.asked.at - expiry) / 1e6
+                what = f"{call.asked.get('owner')} renewed {sandbox} {late:.1f} ms after his lease had expired"
+                yield Violation("expired-is-lost", what, (shown, *call.events))
+            until = call.told.at + int(str(call.fact("ttl_ms"))) * 1_000_000
+            if until > expiry:
+                latest[call.fence] = (until, call.told)
+
+
 def no_stale_call(history: History) -> Iterator[Violation]:
     for call in history.calls:
         if call.name not in ACTS or call.asked.get("fence") is None:
@@ -137,4 +155,4 @@ def no_stale_call(history: History) -> Iterator[Violation]:
             break
 
 
-RULES: tuple[Rule, ...] = (tokens_rise, one_owner, promise_kept, no_stale_call)
+RULES: tuple[Rule, ...] = (tokens_rise, one_owner, promise_kept, expired_is_lost, no_stale_call)

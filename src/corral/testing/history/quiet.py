@@ -1,0 +1,197 @@
+"""What is there when all is quiet again: results, what programs wrote, quota, old fences sent straight to guests, leftovers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from corral.channel import GuestClient
+from corral.domain.fence import Fence as NodeFence
+from corral.errors import CorralError
+from corral.linux import sockets
+from corral.testing.history.client import ENDED, HISTORY, Line, result_facts
+from corral.testing.history.events import Event, Fence, Recorder
+from corral.testing.history.installation import Installation
+
+FINISH_S = 120.0
+LEFT_S = 60.0
+OUT = "done "
+
+
+def warm(installation: Installation, progress: Callable[[str], None]) -> None:
+    """Templates are built and the first sandbox has been made before anything is measured or broken."""
+    progress("the first sandbox")
+    line = Line((installation.url,), installation.key, 120.0)
+    document = {"command": ["/bin/true"], "runtime": "bubblewrap"}
+    told = line.call("POST", "/v1/runs?wait=110", document, headers={"Idempotency-Key": "warm"}, wait_s=110)
+    if told is None or not told.ok or told.document["result"] is None or told.document["result"]["reason"] != "ok":
+        raise CorralError("infra_error", f"no sandbox can be made here: {told}", retryable=False)
+
+
+def collect(
+    installation: Installation, events: list[Event], final: Recorder, progress: Callable[[str], None]
+) -> dict[str, int]:
+    """Note everything; -> what became of old fences that were sent straight to guests."""
+    line = Line((installation.url,), installation.key, 60.0)
+    _runs(line, events, final)
+    progress("what sandboxes hold")
+    living = _sandboxes(line, events, final)
+    straight = Straight(installation.state)
+    asyncio.run(straight.try_all(_old_fences(events), living))
+    for text in straight.done:
+        final.note("left", what="an old fence was obeyed", text=text)
+    _quota(installation, final, "while sandboxes live")
+    progress("removing all")
+    for sandbox in _pages(line, "/v1/sandboxes"):
+        line.call("DELETE", f"/v1/sandboxes/{sandbox['id']}?wait=30", wait_s=30)
+    _quota(installation, final, "at the end")
+    _left(installation, line, final)
+    return dict(straight.counts)
+
+
+def abandon(installation: Installation) -> None:
+    """After a failure of the harness itself: what was made is removed as far as that goes; the rest ends with its time."""
+    with contextlib.suppress(CorralError, OSError, AssertionError):
+        if installation.server is None or installation.server.poll() is not None:
+            installation.start_server()
+        installation.wait_ready(30.0)
+        line = Line((installation.url,), installation.key, 30.0)
+        for sandbox in _pages(line, "/v1/sandboxes"):
+            line.call("DELETE", f"/v1/sandboxes/{sandbox['id']}?wait=20", wait_s=20)
+
+
+def _pages(line: Line, path: str) -> Iterable[dict[str, Any]]:
+    after = ""
+    while True:
+        told = line.call("GET", f"{path}?limit=500{after}")
+        if told is None or not told.ok:
+            raise CorralError("infra_error", f"GET {path}: {told}")
+        yield from told.document["items"]
+        if told.document["next"] is None:
+            return
+        after = f"&after={quote(told.document['next'])}"
+
+
+def _runs(line: Line, events: list[Event], final: Recorder) -> None:
+    """Every run that anybody was told of, and every one that there is."""
+    of = {str(event["run"]): str(event["of"]) for event in events if event.get("run") and event.get("of")}
+    known = dict.fromkeys([*of, *(str(run["id"]) for run in _pages(line, "/v1/runs"))])
+    end = time.monotonic() + FINISH_S
+    for run in known:
+        while True:
+            told = line.call("GET", f"/v1/runs/{run}?wait=5", wait_s=5)
+            finished = told is not None and told.ok and told.document["result"] is not None
+            if finished or told is None or not told.ok or time.monotonic() > end:
+                break
+        if told is None or not told.ok:
+            continue  # it is not there: the checker knows who was told of it
+        facts = {} if told.document["result"] is None else result_facts(told.document["result"])
+        name = of.get(run) or _named(facts.get("out"))
+        if name is not None:  # the first sandbox's is nobody's
+            final.note("run", run=run, of=name, state=told.document["state"], **facts)
+
+
+def _named(out: str | None) -> str | None:
+    """What a program that nobody was told of says of itself."""
+    return out[len(OUT) :].strip() if out is not None and out.startswith(OUT) else None
+
+
+def _sandboxes(line: Line, events: list[Event], final: Recorder) -> dict[str, str]:
+    """-> the instance of each that lives. Notes their states and what programs wrote inside."""
+    living = {}
+    known = {str(event["sandbox"]) for event in events if event.kind == "return" and event.get("sandbox")}
+    for sandbox in sorted(known | {str(one["id"]) for one in _pages(line, "/v1/sandboxes")}):
+        told = line.call("GET", f"/v1/sandboxes/{sandbox}")
+        if told is None or not told.ok:
+            continue
+        final.note("sandbox", sandbox=sandbox, state=told.document["state"])
+        if told.document["state"] in ENDED:
+            continue
+        if told.document.get("instance") is not None:
+            living[sandbox] = str(told.document["instance"]["id"])
+        read = line.call("GET", f"/v1/sandboxes/{sandbox}/files?path={quote(HISTORY, safe='')}")
+        for text in read.document["raw"].splitlines() if read is not None and read.ok else ():
+            with contextlib.suppress(ValueError):
+                event = Event.parse(text)
+                final.put(replace(event, facts={**event.facts, "sandbox": sandbox}))
+    return living
+
+
+def _old_fences(events: list[Event]) -> dict[str, tuple[Fence, Fence]]:
+    """Of each instance: a fence that was good once, and the floor now."""
+    seen: dict[str, list[Fence]] = defaultdict(list)
+    for event in events:
+        if event.by.startswith("node") and event.kind in ("create", "fenced") and event.fence is not None:
+            seen[str(event["instance"])].append(event.fence)
+    return {instance: (min(found), max(found)) for instance, found in seen.items() if min(found) < max(found)}
+
+
+class Straight:
+    """Old fences past every check of ours: over the guest's own socket, as a captured replica or node would send them."""
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+        self.counts: Counter[str] = Counter()
+        self.done: list[str] = []
+        """What was obeyed, and must not have been."""
+
+    async def try_all(self, fences: dict[str, tuple[Fence, Fence]], living: dict[str, str]) -> None:
+        for instance in living.values():
+            if instance in fences:
+                old, _ = fences[instance]
+                await self._try(instance, NodeFence(old.incarnation, old.token))
+
+    async def _try(self, instance: str, old: NodeFence) -> None:
+        place = self._state / "i" / instance.removeprefix("ins_")
+        try:
+            client = await GuestClient.connect(sockets.connect(str(place), "s", timeout_s=5.0))
+        except (CorralError, OSError) as error:
+            self.counts[f"unreachable: {type(error).__name__}"] += 1
+            return
+        try:
+            calls: dict[str, Callable[[], Any]] = {
+                "kill_all": lambda: client.kill_all(fence=old),
+                "extend_deadline": lambda: client.extend_deadline(1.0, fence=old),
+                "fence": lambda: client.fence(old, "kill"),
+                "shutdown": lambda: client.shutdown(fence=old),
+            }
+            for name, call in calls.items():
+                try:
+                    await call()
+                except CorralError as error:
+                    self.counts[error.code] += 1
+                    if error.code != "lease_lost":
+                        self.done.append(f"{instance}: {name} with {old} was answered by {error}")
+                else:
+                    self.done.append(f"{instance}: {name} with {old}")
+        finally:
+            await client.close()
+
+
+def _quota(installation: Installation, final: Recorder, when: str) -> None:
+    """What is reserved against what lives, where the server tells."""
+
+
+def _left(installation: Installation, line: Line, final: Recorder) -> None:
+    """Looked at until nothing is left or the time is over; what is left then is noted."""
+    end = time.monotonic() + LEFT_S
+    while True:
+        found = installation.remains()
+        told = line.call("GET", "/v1/doctor")
+        found["leftover"] = [json.dumps(one) for one in told.document["leftovers"]] if told and told.ok else ["unknown"]
+        if not any(found.values()) or time.monotonic() > end:
+            break
+        time.sleep(0.5)
+    for what, texts in found.items():
+        if not texts:
+            final.note("left", what=what)
+        for text in texts:
+            final.note("left", what=what, text=text)
