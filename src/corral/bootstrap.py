@@ -603,7 +603,12 @@ async def make_services(
     executor = Executor(core, lifecycle, execs)
     sandboxes = Sandboxes(core, lifecycle, execs)
     upkeep = Upkeep(core, lifecycle, executor, sandboxes, documents)
-    return Services(core, documents, sandboxes, executor, upkeep, Files(core, sandboxes))
+    services = Services(core, documents, sandboxes, executor, upkeep, Files(core, sandboxes))
+    if settings.oidc is not None:
+        from corral.adapters.identity.oidc import Oidc
+
+        services.identity.admission.tokens = Oidc(settings.oidc, log)
+    return services
 
 
 def add_template(settings: config.Config, kind: str, path: str, name: str | None, more: dict[str, Any]) -> str:

@@ -64,6 +64,37 @@ class OciProgram:
 
 
 @dataclass(frozen=True)
+class OidcIssuer:
+    """Somebody else's tokens that open the API, from `[oidc]` of config.toml. See docs/howto/tenants.md."""
+
+    issuer: str
+    """As its tokens and its discovery document name it."""
+    audience: tuple[str, ...]
+    scopes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Word of the scope claim -> scopes of Corral."""
+    default_scopes: tuple[str, ...] = ()
+    """Of every good token."""
+    tenant: str | None = None
+    """Of all its tokens; or else the claim that names it:"""
+    tenant_claim: str | None = None
+    user_claim: str = "sub"
+    scope_claim: str = "scope"
+    algorithms: tuple[str, ...] = ("RS256", "ES256")
+    leeway_s: float = 30.0
+    ca_file: str | None = None
+    """Authorities that sign the issuer's certificate; None = those of this host."""
+    unsafe_http: bool = False
+    """Its documents may come without TLS, from this host only."""
+
+
+OIDC_ALGORITHMS = (
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
+)  # fmt: skip
+"""Signatures with a private key. With any other, who can check a token could make one."""
+OIDC_SCOPES = ("admin", "tenant", "run", "read")
+
+
+@dataclass(frozen=True)
 class Config:
     """All that bootstrap needs. Paths are absolute; nothing in here is secret."""
 
@@ -80,6 +111,7 @@ class Config:
     unsafe: frozenset[str] = frozenset()
     """What CORRAL_UNSAFE names, `unsafe_…`: defences switched off (tests only), demands of the guard that are not made."""
     delays: Mapping[str, float] = field(default_factory=lambda: dict(DELAYS))
+    oidc: OidcIssuer | None = None
     database_url: str | None = field(default=None, repr=False)
     """The PostgreSQL database of the store; None = SQLite in the state directory. May hold a password."""
     redis_url: str | None = field(default=None, repr=False)
@@ -141,6 +173,7 @@ def load(state_dir: str | None = None, environ: Mapping[str, str] | None = None)
         oci=_oci(settings.get("oci", {})),
         unsafe=_unsafe(env.get("CORRAL_UNSAFE", "")),
         delays=delays,
+        oidc=_oidc(settings.get("oidc")),
         database_url=env.get("CORRAL_DATABASE_URL") or settings.get("database_url") or None,
         redis_url=env.get("CORRAL_REDIS_URL") or settings.get("redis_url") or None,
     )
@@ -185,6 +218,59 @@ def _oci(given: Any) -> tuple[OciProgram, ...]:
             raise wrong(f"{name}.user_namespace", "can be false from security_level 2 on only")
         found.append(made)
     return tuple(found)
+
+
+def _oidc(given: Any) -> OidcIssuer | None:
+    """`[oidc]`, judged as far as it can be without asking the issuer."""
+
+    def wrong(where: str, detail: str) -> CorralError:
+        hint = "docs/howto/tenants.md shows every member"
+        return CorralError("invalid_value", f"config.toml: oidc{where} {detail}", field="/oidc", hint=hint)
+
+    def words(value: Any, known: tuple[str, ...] = ()) -> bool:
+        good = isinstance(value, list) and bool(value) and all(isinstance(word, str) and word for word in value)
+        return good and (not known or set(value) <= set(known))
+
+    def word(value: Any) -> bool:
+        return isinstance(value, str) and bool(value) and value.isprintable()
+
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise wrong("", "must be a table")
+    checks: dict[str, Callable[[Any], bool]] = {
+        "issuer": lambda value: word(value) and value.startswith(("https://", "http://")),
+        "audience": lambda value: word(value) or words(value),
+        "scopes": lambda value: isinstance(value, dict) and all(words(each, OIDC_SCOPES) for each in value.values()),
+        "default_scopes": lambda value: words(value, OIDC_SCOPES),
+        "tenant": word,
+        "tenant_claim": word,
+        "user_claim": word,
+        "scope_claim": word,
+        "algorithms": lambda value: words(value, OIDC_ALGORITHMS),
+        "leeway_s": lambda value: type(value) in (int, float) and 0 <= value <= 300,
+        "ca_file": lambda value: word(value) and value.startswith("/"),
+        "unsafe_http": lambda value: isinstance(value, bool),
+    }
+    for member, value in given.items():
+        if member not in checks:
+            raise wrong(f".{member}", f"is unknown; known: {', '.join(checks)}")
+        if not checks[member](value):
+            raise wrong(f".{member}", f"cannot be {value!r}")
+    for member in ("issuer", "audience"):
+        if member not in given:
+            raise wrong(f".{member}", "is missing")
+    if ("tenant" in given) == ("tenant_claim" in given):
+        raise wrong(".tenant", "or tenant_claim: exactly one of them says whose a token is")
+    if not given.get("scopes") and not given.get("default_scopes"):
+        raise wrong(".scopes", "or default_scopes must give something, or no token would allow anything")
+    if given["issuer"].startswith("http://") and not given.get("unsafe_http"):
+        raise wrong(".issuer", "is without TLS, which only unsafe_http allows, and on this host only")
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    if isinstance(values["audience"], str):
+        values["audience"] = (values["audience"],)
+    values["scopes"] = {name: tuple(scopes) for name, scopes in given.get("scopes", {}).items()}
+    return OidcIssuer(**values)
 
 
 def _unsafe(text: str) -> frozenset[str]:

@@ -69,9 +69,11 @@ CODES: dict[str, Code] = {
     "guest_lost": Code(503, 125, False, "The program inside the sandbox does not answer"),
     "shutting_down": Code(503, 125, True, "The service is stopping"),
     "state_locked": Code(503, 125, True, "The state directory is in use"),
+    "queue_timeout": Code(503, 125, True, "No room came free in time"),
     "queue_full": Code(429, 125, True, "Too much waits already"),
     "rate_limited": Code(429, 125, True, "Too many calls"),
     "store_regressed": Code(503, 125, False, "The store is older than what the nodes have seen"),
+    "issuer_unavailable": Code(503, 125, True, "The issuer of the token does not answer"),
     "store_error": Code(503, 125, True, "The store does not answer"),
     "infra_error": Code(500, 125, True, "The platform failed"),
 }
