@@ -1,7 +1,7 @@
 """The SDK. Imports nothing heavy; `Corral` and `AsyncCorral` are the faces for programs, `connect` picks a transport.
 
 Where a client goes: `url` (with `key`) if given, else embedded on `state_dir` if given, else `CORRAL_URL` (with `CORRAL_KEY`) if it
-is set, else embedded on the default state directory.
+is set, else embedded on the default state directory. Several URLs of one service: a list, or separated by commas.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from corral.errors import CorralError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from corral.client.async_sdk import AsyncCorral
     from corral.client.effects import Effects
@@ -55,7 +55,7 @@ def __getattr__(name: str) -> object:
 
 
 def connect(
-    url: str | None = None,
+    url: str | Sequence[str] | None = None,
     key: str | None = None,
     state_dir: str | None = None,
     progress: Callable[[str, float | None], None] | None = None,
@@ -75,8 +75,10 @@ def connect(
     return LineTransport(Line(endpoint(url, key, None, None, effects), effects))
 
 
-def where(url: str | None, key: str | None, state_dir: str | None) -> tuple[str | None, str | None]:
-    """(URL or None for embedded, key), with what the environment says."""
+def where(
+    url: str | Sequence[str] | None, key: str | None, state_dir: str | None
+) -> tuple[str | Sequence[str] | None, str | None]:
+    """(URL or URLs, or None for embedded; key), with what the environment says."""
     if url is None and state_dir is not None:
         return None, None
     if url is None:
@@ -87,7 +89,7 @@ def where(url: str | None, key: str | None, state_dir: str | None) -> tuple[str 
 
 
 def endpoint(
-    url: str | None, key: str | None, state_dir: str | None, ca_file: str | None, effects: Effects
+    url: str | Sequence[str] | None, key: str | None, state_dir: str | None, ca_file: str | None, effects: Effects
 ) -> Endpoint:
     """What a face of the SDK talks to; nothing is connected or started yet."""
     url, key = where(url, key, state_dir)

@@ -395,7 +395,7 @@ class AsyncCorral:
 
     def __init__(
         self,
-        url: str | None = None,
+        url: str | Sequence[str] | None = None,
         key: str | None = None,
         state_dir: str | os.PathLike[str] | None = None,
         *,

@@ -11,7 +11,7 @@ import json as jsonlib
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -38,7 +38,11 @@ class HttpSingle:
         prefix: str = "",
         key: str | None = None,
         keep: int = KEEP,
+        *,
+        alone: bool = True,
     ) -> None:
+        """`alone` False: there are others to try, so that what will never be (no such host) is one more failed attempt."""
+        self._alone = alone
         self._effects = effects
         self._address = address
         self._host = host
@@ -109,7 +113,9 @@ class HttpSingle:
             return await self._effects.connect(self._address)
         except OSError as error:
             if (told := _hopeless(error, self._host)) is not None:
-                raise told from error
+                if self._alone:
+                    raise told from error
+                raise Cut(told.detail, sent=False) from error
             raise Cut(str(error) or type(error).__name__, sent=False) from error
 
     def _kept(self) -> Wire | None:
@@ -300,36 +306,55 @@ def _event(text: bytes) -> Event | None:
     return Event(kind, cursor, int(doc.get("offset") or 0), b"", doc)
 
 
-class Url:
-    """A server by URL. One that has answered is waited for as long as it restarts; one that never did is probably not there."""
+class Urls:
+    """One service at one or several URLs: a call that fails at one goes on at the next, and the others after it start there.
 
-    def __init__(self, single: HttpSingle, effects: Effects, url: str) -> None:
-        self._single = single
+    One that has answered is waited for as long as it restarts; if none ever did, there is probably none.
+    """
+
+    def __init__(self, singles: Sequence[HttpSingle], effects: Effects, shown: str) -> None:
+        self._singles = tuple(singles)
         self._effects = effects
-        self.hint: str | None = f"check that a server listens on {url}"
+        self._guard = threading.Lock()
+        self._at = 0
+        self.hint: str | None = f"check that a server listens on {shown}"
 
     @property
     def patience_s(self) -> float:
-        return PATIENCE_S if self._single.answered else FIRST_PATIENCE_S
+        return PATIENCE_S if any(single.answered for single in self._singles) else FIRST_PATIENCE_S
 
     async def current(self) -> Single:
-        return self._single
+        return self._singles[self._at]
 
     def failed(self, single: Single) -> None:
-        """The next attempt goes to the same place."""
+        """The next attempt goes to the next one, unless another call has gone on already."""
+        with self._guard:
+            if self._singles[self._at] is single:
+                self._at = (self._at + 1) % len(self._singles)
 
     async def pause(self, seconds: float) -> None:
         await self._effects.sleep(seconds)
 
     async def close(self) -> None:
-        self._single.close()
+        for single in self._singles:
+            single.close()
 
 
 _ADDRESS = "write it like http://127.0.0.1:8484; without it commands work on the state directory"
 
 
-def open_url(url: str, key: str | None, effects: Effects, ca_file: str | None = None) -> Url:
-    """A server by URL (`http://`, `https://`, verified). A bad URL is `invalid_value`; nothing is connected yet."""
+def open_url(url: str | Sequence[str], key: str | None, effects: Effects, ca_file: str | None = None) -> Urls:
+    """A server by URL (`http://`, `https://`, verified), or by several: a list, or separated by commas.
+
+    A bad URL is `invalid_value`; nothing is connected yet.
+    """
+    given = [each.strip() for each in (url.split(",") if isinstance(url, str) else url)]
+    given = [each for each in given if each] or [""]
+    made = [_single(each, key, effects, ca_file, alone=len(given) == 1) for each in given]
+    return Urls([single for single, _ in made], effects, " or ".join(shown for _, shown in made))
+
+
+def _single(url: str, key: str | None, effects: Effects, ca_file: str | None, *, alone: bool) -> tuple[HttpSingle, str]:
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -347,8 +372,7 @@ def open_url(url: str, key: str | None, effects: Effects, ca_file: str | None = 
     address = Address(parts.hostname, port or (443 if tls is not None else 80), tls)
     name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     host = name if port is None else f"{name}:{port}"
-    single = HttpSingle(effects, address, host, parts.path.rstrip("/"), key)
-    return Url(single, effects, f"{parts.scheme}://{host}")
+    return HttpSingle(effects, address, host, parts.path.rstrip("/"), key, alone=alone), f"{parts.scheme}://{host}"
 
 
 def _verified(ca_file: str | None) -> Any:

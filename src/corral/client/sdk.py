@@ -384,13 +384,14 @@ class Sandboxes:
 class Corral:
     """A client; closed as a context manager or by `close`. Kept sandboxes live on.
 
-    `url` (with `key`): that server. `state_dir`: embedded on that directory. Neither: `CORRAL_URL` (with `CORRAL_KEY`), else the
+    `url` (with `key`): that server; several (a list, or separated by commas) are replicas of one service, and a call that fails at
+    one goes on at the next. `state_dir`: embedded on that directory. Neither: `CORRAL_URL` (with `CORRAL_KEY`), else the
     default state directory. `ca_file` (or `CORRAL_CA_FILE`): PEM file of the authority that signed the server's certificate.
     """
 
     def __init__(
         self,
-        url: str | None = None,
+        url: str | Sequence[str] | None = None,
         key: str | None = None,
         state_dir: str | os.PathLike[str] | None = None,
         *,

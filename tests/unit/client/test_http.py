@@ -91,7 +91,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Callable[[Any], Any]], Any]
 
 
 def single_to(server: Server, effects: Any, key: str | None = None) -> HttpSingle:
-    single = open_url(server.url, key, effects)._single
+    single = open_url(server.url, key, effects)._singles[0]
     assert isinstance(single, HttpSingle)
     return single
 
@@ -291,7 +291,7 @@ def test_nobody_there_is_a_cut_before_anything_was_sent(run: Any) -> None:
 
     async def work(effects: Any) -> None:
         with pytest.raises(Cut) as caught:
-            await open_url(url, None, effects)._single.send(GET)
+            await open_url(url, None, effects)._singles[0].send(GET)
         assert caught.value.sent is False
 
     run(work)
