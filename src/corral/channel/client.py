@@ -84,6 +84,9 @@ class GuestClient:
         self._inputs: dict[str, Input] = {}
         self._budget = Budget(limits.frames_per_s)
         self._last_seen = time.monotonic()
+        self._frozen = False
+        self._patience: dict[asyncio.Timeout, float] = {}
+        """Of those who wait for an answer, with their seconds."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- connection --------------------------------------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ class GuestClient:
         with contextlib.suppress(CorralError):
             while not self.closed.is_set():
                 await asyncio.sleep(half)
-                if self._attached and time.monotonic() - self._last_seen > half:
+                if self._attached and not self._frozen and time.monotonic() - self._last_seen > half:
                     await self.ping()
 
     # -- frames ------------------------------------------------------------------------------------------------------------------
@@ -312,8 +315,7 @@ class GuestClient:
         self, operation: str, number: int, future: asyncio.Future[dict[str, Any]], patience: float = 0.0
     ) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(self.limits.request_s + patience):
-                return await future
+            return await self._in_time(future, self.limits.request_s + patience)
         except TimeoutError:
             self._lose(f"the guest did not answer {operation} in time")
             raise self._error() from None
@@ -323,6 +325,14 @@ class GuestClient:
             raise
         finally:
             self._pending.pop(number, None)
+
+    async def _in_time(self, future: asyncio.Future[dict[str, Any]], seconds: float) -> dict[str, Any]:
+        async with asyncio.timeout(None if self._frozen else seconds) as patience:
+            self._patience[patience] = seconds
+            try:
+                return await future
+            finally:
+                del self._patience[patience]
 
     def _checked(self, check: Callable[..., Any], *values: Any) -> Any:
         try:
@@ -361,6 +371,33 @@ class GuestClient:
         answer = await self._request("fence", {"mode": mode}, fence=fence, patience=patience)
         report: KillReport = self._checked(check_kill, answer)
         return report
+
+    async def pause(self, fence: Fence, *, stop: bool) -> dict[str, int]:
+        """The clocks of execs stand still; with `stop` the guest stops everything below it, else the host is about to freeze it.
+
+        -> `whole` (1: nothing moves any more), `stopped`. Idempotent.
+        """
+        answer = await self._request("pause", {"stop": stop}, fence=fence, patience=_KILL_S)
+        numbers: dict[str, int] = self._checked(check_numbers, answer)
+        return numbers
+
+    async def resume(self, fence: Fence) -> None:
+        """The end of a pause: what was stopped goes on, and clocks have what they had. Without one: nothing."""
+        await self._request("resume", fence=fence)
+
+    def hold(self) -> None:
+        """The guest is frozen: its silence means nothing until `release`. Questions wait for their answers as long as it takes."""
+        self._frozen = True
+        for patience in self._patience:
+            patience.reschedule(None)
+
+    def release(self) -> None:
+        """It runs again: whoever asked it something waits from now on as long as they would have."""
+        self._frozen = False
+        self._last_seen = time.monotonic()
+        now = asyncio.get_running_loop().time()
+        for patience, seconds in self._patience.items():
+            patience.reschedule(now + seconds)
 
     async def start_exec(self, spec: Mapping[str, Any], *, fence: Fence, follow: bool = False) -> ExecStatus:
         """At most once by `spec["exec_id"]`. Returns once main runs or certainly does not (`state == "failed"`).

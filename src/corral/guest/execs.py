@@ -48,6 +48,8 @@ class Runner:
         self.idle: dict[int, Post] = {}
         self._standard = launch.Standard(defaults.filter, defaults.oom_score_adj)
         self._resting = False
+        self.held = False
+        """Paused: the clocks of execs stand still."""
         self.ending: set[Exec] = set()
         self.unwanted: set[str] = set()
         """Execs that no client will ask for again."""
@@ -133,6 +135,11 @@ class Runner:
         self._resting = False
         for job in self.by_supervisor.values():
             job.fence = (0, 0)
+        self.postpone(after)
+
+    def postpone(self, after: float) -> None:
+        """Execs have the time that they had: for so many seconds none of them could use it."""
+        for job in self.by_supervisor.values():
             if job.deadline is not None:
                 job.deadline += after
 
@@ -540,7 +547,7 @@ class Runner:
         """When `tick` has something to do."""
         times: list[float] = []
         for job in self.by_supervisor.values():
-            if job.deadline is not None:
+            if job.deadline is not None and not self.held:
                 times.append(job.deadline)
             if job.force_at is not None:
                 times.append(job.force_at)
@@ -550,7 +557,7 @@ class Runner:
 
     def tick(self, now: float) -> None:
         for job in list(self.by_supervisor.values()):
-            if job.deadline is not None and now >= job.deadline and not self._resting:
+            if job.deadline is not None and now >= job.deadline and not (self._resting or self.held):
                 job.deadline = None
                 self.end(job, job.grace, "timeout")
             if job.force_at is not None and now >= job.force_at:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
+    from corral.guest.pausing import Pause
+
 FIRST_CONNECTION_S = 15.0
 END_PATIENCE_S = 5.0
 
@@ -63,6 +65,8 @@ class Guest:
             "exec.forget": (self._forget, "fenced"),
             "kill_all": (self._kill_all, "fenced"),
             "quiesce": (self._quiesce, "fenced"),
+            "pause": (self._pause, "fenced"),
+            "resume": (self._resume, "fenced"),
             "deadline": (self._deadline, "fenced"),
             "shutdown": (self._shutdown, "fenced"),
         }
@@ -82,6 +86,7 @@ class Guest:
             options.exec_uid, options.exec_gid, filter_, confine, options.unsafe_dumpable, standing, namespaces
         )
         self.runner = Runner(self.loop, defaults, self._changed, self._input_moved)
+        self.pause: Pause | None = None
 
     # -- loop --------------------------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -112,7 +117,7 @@ class Guest:
         self._die()
 
     def _timeout(self) -> int | None:
-        if self.quiet:
+        if self.deadline.quiet:
             return int(loop.Deadline.TURN_S * 1000)
         times = []
         if self.deadline.at is not None:
@@ -402,6 +407,17 @@ class Guest:
         self.runner.rest(time.monotonic() + END_PATIENCE_S)
         os.sync()
         return {"kept": len(self.runner.by_supervisor)}
+
+    def _pause(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        if self.pause is None:
+            from corral.guest.pausing import Pause
+
+            self.pause = Pause(self.deadline, self.runner)
+        whole, stopped = self.pause.begin(time.monotonic(), stop=request.get("stop") is True)
+        return {"whole": int(whole), "stopped": stopped}
+
+    def _resume(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
+        return {"resumed": 0 if self.pause is None else self.pause.end(time.monotonic())}
 
     def _fence(self, connection: Connection, number: int, request: dict[str, Any]) -> Any:
         mode = request.get("mode")

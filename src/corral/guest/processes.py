@@ -62,13 +62,14 @@ def reap() -> tuple[int, int]:
 class Process:
     """One line of the process table. `live` is False for a zombie all of whose threads are gone."""
 
-    __slots__ = ("live", "parent", "pid", "start")
+    __slots__ = ("live", "parent", "pid", "start", "state")
 
-    def __init__(self, pid: int, parent: int, start: int, live: bool) -> None:
+    def __init__(self, pid: int, parent: int, start: int, live: bool, state: bytes = b"") -> None:
         self.pid = pid
         self.parent = parent
         self.start = start
         self.live = live
+        self.state = state
 
 
 def look(pid: int) -> Process | None:
@@ -88,7 +89,7 @@ def look(pid: int) -> Process | None:
         return None
     # A leader that ended before its threads shows as Z, and lives.
     dead = fields[0] in (b"Z", b"X") and int(fields[17]) <= 1
-    return Process(pid, int(fields[1]), int(fields[19]), not dead)
+    return Process(pid, int(fields[1]), int(fields[19]), not dead, fields[0])
 
 
 def table() -> dict[int, Process]:

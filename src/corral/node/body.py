@@ -69,6 +69,12 @@ class Body:
         """A snapshot of its memory is being made: nothing begins, see `check_free`."""
         self.leaving = False
         """That snapshot is being written: the end that comes with it is no news."""
+        self.paused = False
+        """Nothing inside runs, or is about to stop, or to run again: nothing begins, clocks stand still. See `pausing`."""
+        self.frozen = False
+        """By the host: the guest cannot answer."""
+        self.turning = asyncio.Lock()
+        """Held by the one pause or resume that is under way."""
         self.background = False
         """An exec that is over left processes behind."""
         self.look: Look | None = None
@@ -81,6 +87,8 @@ class Body:
         self.pid1: process.ProcessRef | None = None
         self.born_as = instance_id
         """Which instance the guest was when its memory was saved, where it goes on from a snapshot."""
+        self._thawed = asyncio.Event()
+        self._thawed.set()
         self._on_gone = on_gone
         self._client: GuestClient | None = None
         self._dialling = asyncio.Lock()
@@ -97,7 +105,12 @@ class Body:
 
     # -- snapshots of memory -------------------------------------------------------------------------------------------
     def check_free(self) -> None:
-        """`illegal_transition` while a snapshot is made: what begins now would go on in every copy, and its end be told nowhere."""
+        """`illegal_transition` while a snapshot is made: what begins now would go on in every copy, and its end be told nowhere.
+
+        `sandbox_paused` while it is paused: nothing could begin.
+        """
+        if self.paused:
+            raise CorralError("sandbox_paused", "the sandbox is paused", hint="resume it first")
         if self.saving:
             raise CorralError(
                 "illegal_transition",
@@ -125,6 +138,32 @@ class Body:
             yield
         finally:
             self.visits -= 1
+
+    # -- pause ---------------------------------------------------------------------------------------------------------
+    def stand_still(self) -> None:
+        """Nothing begins any more, and clocks of execs stand still. Idempotent."""
+        self.paused = True
+        for one in self.execs.values():
+            one.hold()
+
+    def hold_line(self) -> None:
+        """The guest is about to be frozen: its silence means nothing until `release_line`."""
+        self.frozen = True
+        self._thawed.clear()
+        if self._client is not None:
+            self._client.hold()
+
+    def release_line(self) -> None:
+        self.frozen = False
+        self._thawed.set()
+        if self._client is not None:
+            self._client.release()
+
+    def go_on(self, paused_s: float) -> None:
+        """The end of `stand_still`."""
+        self.paused = False
+        for one in list(self.execs.values()):
+            one.go_on(paused_s)
 
     # -- connection ----------------------------------------------------------------------------------------------------
     @property
@@ -167,6 +206,7 @@ class Body:
                 # PID 1 may be gone with the connection; then there is nobody to call.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.gone.wait(), 0.2)
+            await self._thawed.wait()  # frozen when this node came, or since its line broke: nobody answers before
             if self.gone.is_set() or self.destroying is not None:
                 raise CorralError("sandbox_lost", "the sandbox is gone")
             now = time.monotonic()
@@ -206,6 +246,7 @@ class Body:
     async def _watch_gone(self) -> None:
         await self.runtime.wait_gone(self.ref)
         self.gone.set()
+        self._thawed.set()
         # What the guest had sent before it died is still in the socket: the pumps read it to its end.
         pumps = [one.pumped.wait() for one in self.execs.values()]
         if pumps:

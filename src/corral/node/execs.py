@@ -65,6 +65,8 @@ class Exec:
         self.started_at: float | None = None
         self.ended_at: float | None = None
         self.closing = False
+        self.paused_s = 0.0
+        """How long the sandbox was paused meanwhile: no part of its wall time."""
         self.sent = False
         """Whether the frame that starts it may have left."""
         self.accountable = True
@@ -78,6 +80,8 @@ class Exec:
         self._ending: asyncio.Task[None] | None = None
         self._killed_all = True
         self._timer: asyncio.TimerHandle | None = None
+        self._left_s: float | None = None
+        """What is left of its time, while its clock stands still."""
 
     # -- start ---------------------------------------------------------------------------------------------------------
     async def start(self, spec: dict[str, Any], fence: Fence) -> None:
@@ -122,14 +126,55 @@ class Exec:
         if status is not None and status["state"] in ("starting", "running", "ended", "lost"):
             self._started = True
             self.started_at = now - started_ago
-            self._timer = asyncio.get_running_loop().call_later(
-                max(0.0, self.limits.wall_s - started_ago), lambda: self.body.spawn(self.end("timeout"))
-            )
+            self._left_s = max(0.0, self.limits.wall_s - started_ago)
+            if not self.body.paused:
+                self._run_clock()
         self.meter.watch(self._limit_passed)
         self.task = asyncio.create_task(self._life(status), name=f"exec:{self.exec_id}")
 
+    def assume_started(self) -> None:
+        """It ran when the journal last heard of it; its guest cannot be asked now."""
+        self._started = True
+
+    def _run_clock(self) -> None:
+        if self._left_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._left_s, lambda: self.body.spawn(self.end("timeout")))
+            self._left_s = None
+
     def _limit_passed(self, reason: str) -> None:
         self.body.spawn(self.end(reason))
+
+    # -- pause ---------------------------------------------------------------------------------------------------------
+    @property
+    def ending(self) -> bool:
+        """Whether it is being killed right now."""
+        return self._ending is not None and not self.done.done()
+
+    def hold(self) -> None:
+        """The sandbox is paused: the time of a program that cannot run does not pass. Idempotent."""
+        if self._timer is not None:
+            self._left_s = max(0.0, self._timer.when() - asyncio.get_running_loop().time())
+            self._timer.cancel()
+            self._timer = None
+
+    def decide(self, reason: str) -> None:
+        """It is to end, and will when it can; the first reason stays."""
+        if self.ended_by is None and not self.done.done() and not self.pumped.is_set():
+            self.ended_by = reason
+            self.body.journal.ending(self.exec_id, reason)
+
+    def go_on(self, paused_s: float) -> None:
+        """The end of `hold`, after so many seconds."""
+        self.paused_s += paused_s
+        self._run_clock()
+        self.end_decided()
+
+    def end_decided(self) -> None:
+        """Begin the kill that was decided while it could not be done. What it stands for is long over: there is no grace."""
+        if self.ended_by is not None and self._ending is None and not self.pumped.is_set():
+            self._grace_s = 0.0
+            self._ending = self.body.spawn(self._kill())
 
     # -- life ----------------------------------------------------------------------------------------------------------
     async def _life(self, status: ExecStatus | None) -> None:
@@ -203,12 +248,10 @@ class Exec:
 
     # -- end -----------------------------------------------------------------------------------------------------------
     async def end(self, reason: str) -> None:
-        """Kill the tree; the first reason stays. Returns when the facts are there."""
+        """Kill the tree; the first reason stays. Returns when the facts are there. While it is paused that is when it no longer is."""
         if not self.done.done() and not self.pumped.is_set():
-            if self.ended_by is None:
-                self.ended_by = reason
-                self.body.journal.ending(self.exec_id, reason)
-            if self._ending is None:
+            self.decide(reason)
+            if self._ending is None and not self.body.paused:
                 self._ending = self.body.spawn(self._kill())
         await asyncio.shield(self.done)
 

@@ -25,7 +25,7 @@ from corral.linux import process, seccomp, userns
 from corral.ports.runtime import Runtime, RuntimeInfo
 
 PROBE_S = 20.0
-PROBE_VERSION = 1
+PROBE_VERSION = 2
 AGAIN_S = 10.0
 SLOW_S, SPARED_S = 4.0, 300.0
 """A failure that took longer than the first is not asked for again within the second, unless by name or for a fresh look."""

@@ -2,7 +2,7 @@
 
 Contract:
 
-* Every mutating call carries the fence; one below the instance's floor raises `lease_lost`. Calls are idempotent by
+* Every mutating call carries the fence; one below the instance's floor raises `lease_lost`, whose `floor` says which that is. Calls are idempotent by
   `instance_id` / `exec_id`: a second `create` of a live instance returns it, a second `start_exec` attaches, never starts twice.
 * Facts are journalled in the state directory before their effect, so that `open` after `kill -9` adopts every live instance and
   every exec whose guest still knows it (output resumes by offset), or says `lost`.
@@ -250,10 +250,44 @@ class Node(Protocol):
         ...
 
     async def fence(self, instance_id: str, fence: Fence, mode: Literal["kill", "adopt"]) -> None:
-        """Journal the floor, then have the guest acknowledge it; `kill` ends execs of older fences first."""
+        """Journal the floor, then have the guest acknowledge it; `kill` ends execs of older fences first.
+
+        Returns when nothing of an older fence acts any more. `infra_error` if something cannot be killed.
+        """
+        ...
+
+    async def floors(self) -> list[tuple[str, str, Fence]]:
+        """(instance, its sandbox, its floor) of all that is alive or being made."""
+        ...
+
+    async def remember_event(self, event_id: int, *, accept: bool = False) -> int:
+        """The store has this event: -> the highest that any store in use here has had, this one included.
+
+        More than `event_id`: the store was set back, if it still has no more. `accept`: it goes on from there, see `regressed`.
+        """
+        ...
+
+    async def regressed(self, *, forget: bool = False) -> int:
+        """The event from which a store was set back, 0 if none was since somebody said `forget`: it may not know what lives here."""
         ...
 
     async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None: ...
+
+    async def pause(self, instance_id: str, fence: Fence) -> None:
+        """Nothing inside runs when this returns; memory stays. Idempotent. Not where the runtime cannot: `not_supported_yet`.
+
+        Until `resume` whatever would begin is `sandbox_paused`; output is silent, the wall time of execs stands still, the deadline of
+        the instance does not. A fence is journalled and told to the guest later, `end_exec` returns once it runs again; `destroy` works
+        at once. After an error all of it runs.
+        """
+        ...
+
+    async def resume(self, instance_id: str, fence: Fence) -> None:
+        """It runs again, with `fence` as the floor; execs that were to end meanwhile end first. Idempotent.
+
+        After an error it is of no further use.
+        """
+        ...
 
     async def put_files(self, instance_id: str, fence: Fence, files: Sequence[tuple[str, int, bytes | None]]) -> None:
         """(path relative to /workspace, mode, content): parents made, owned by the sandbox's user; never follows a link out."""
@@ -353,16 +387,19 @@ class Node(Protocol):
         """The facts, once the exec has ended; answers again later, also after a restart, until `forget_exec`."""
         ...
 
-    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool, offset: int | None = None) -> bool:
+    # A fence of the next three is the caller's; without one it is the node's own, of whoever holds the sandbox now.
+    async def stdin_exec(
+        self, exec_id: str, data: bytes, eof: bool, offset: int | None = None, *, fence: Fence | None = None
+    ) -> bool:
         """Hand over all of `data`, waiting while the program does not read; False = it reads no more.
 
         `offset` counts from the start of all input; bytes that arrived already are skipped, a hole is `bad_request`.
         """
         ...
 
-    async def signal_exec(self, exec_id: str, signal: int) -> None: ...
+    async def signal_exec(self, exec_id: str, signal: int, *, fence: Fence | None = None) -> None: ...
 
-    async def resize_exec(self, exec_id: str, rows: int, cols: int) -> None: ...
+    async def resize_exec(self, exec_id: str, rows: int, cols: int, *, fence: Fence | None = None) -> None: ...
 
     async def end_exec(self, exec_id: str, ended_by: str) -> None:
         """Kill the whole tree (TERM, grace, KILL) and let `wait_exec` tell `ended_by`. Returns when it is ended. Idempotent."""

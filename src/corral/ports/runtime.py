@@ -135,6 +135,8 @@ class RuntimeInfo:
     limits: LimitModes
     start_ms: float | None = None
     """Measured by the probe; placement prefers the fastest of a level."""
+    pause_by: Literal["host", "guest"] = "host"
+    """Where `pause` is declared: the adapter `SupportsPause`, or the guest stops the tree below it, and the adapter has no part in it."""
 
 
 class Runtime(Protocol):
@@ -178,9 +180,11 @@ class Runtime(Protocol):
 
 
 class SupportsPause(Protocol):
-    """Optional: freeze and thaw every process of an instance."""
+    """Optional: freeze and thaw every process of an instance, PID 1 included. Both are idempotent; `kill` and `destroy` need no thaw."""
 
-    async def pause(self, ref: InstanceRef) -> None: ...
+    async def pause(self, ref: InstanceRef) -> None:
+        """No process of it runs when this returns. `infra_error` when that cannot be had in time; all of it runs again then."""
+        ...
 
     async def resume(self, ref: InstanceRef) -> None: ...
 

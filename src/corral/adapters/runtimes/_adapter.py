@@ -266,7 +266,7 @@ def _tell(error: BaseException, left: list[str]) -> None:
 
 
 class Freezing(Adapter):
-    """One whose instances are wholly in their control group: they can be paused."""
+    """One whose instances are wholly in their control group, where there is one that can be frozen: they can be paused from outside."""
 
     async def pause(self, ref: InstanceRef) -> None:
         if not await asyncio.to_thread(self._group(ref.instance_id).freeze):

@@ -28,6 +28,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Literal
 
 from corral import faults
 from corral.adapters.runtimes import _adapter, _instance, _probe
@@ -53,7 +54,7 @@ class _Way:
     start_ms: float
 
 
-class BubblewrapRuntime(_adapter.Adapter):
+class BubblewrapRuntime(_adapter.Freezing):
     """See the module docstring and `corral.ports.runtime`."""
 
     name = "bubblewrap"
@@ -325,10 +326,15 @@ class BubblewrapRuntime(_adapter.Adapter):
         way = self._find_way()
         limits = self._limit_modes(way)
         can = _adapter.capabilities(
-            two_uids=way.uids == "two", one_uid=True, host_pids=True, cgroup="enforced" in (limits.memory, limits.pids)
+            pause=True,
+            two_uids=way.uids == "two",
+            one_uid=True,
+            host_pids=True,
+            cgroup="enforced" in (limits.memory, limits.pids),
         )
         level = 0 if way.uids == "user" else 1
-        return RuntimeInfo(self.name, True, None, level, version, can, limits, round(way.start_ms, 1))
+        by: Literal["host", "guest"] = "host" if _adapter.can_freeze() else "guest"
+        return RuntimeInfo(self.name, True, None, level, version, can, limits, round(way.start_ms, 1), by)
 
     def _way(self) -> _Way:
         """What `probe` found on this boot with this bwrap, by whatever process; found now if it was not yet."""

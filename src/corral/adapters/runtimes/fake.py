@@ -137,6 +137,7 @@ class _Exec:
 
     async def say(self, name: str, data: bytes) -> None:
         for at in range(0, len(data), PIECE):
+            await self.guest.runs.wait()
             await self.streams[name].write(data[at : at + PIECE])
             self.tell()
 
@@ -194,6 +195,7 @@ class _Exec:
 
     async def _do_sleep(self, seconds: str) -> int:
         await asyncio.sleep(float(seconds))
+        await self.guest.runs.wait()
         return 0
 
     async def _do_stubborn(self) -> int:
@@ -237,6 +239,9 @@ class FakeGuest:
         self.writer: asyncio.StreamWriter | None = None
         self.server: asyncio.Server | None = None
         self.deadline: asyncio.TimerHandle | None = None
+        self.runs = asyncio.Event()
+        """Not while it is frozen."""
+        self.runs.set()
         if deadline is not None:
             self.set_deadline(deadline)
 
@@ -282,6 +287,7 @@ class FakeGuest:
             while True:
                 length, kind = _head.unpack(await reader.readexactly(_head.size))
                 payload = await reader.readexactly(length)
+                await self.runs.wait()
                 if kind == HELLO:
                     self._send(writer, HELLO, self._hello())
                 elif kind == ACK:
@@ -347,6 +353,8 @@ class FakeGuest:
                 raise CorralError("illegal_transition", "an exec runs")
             self.quiet = True
             return {"kept": 0}
+        if operation == "pause":
+            return {"whole": 1, "stopped": 0}
         if operation == "deadline":
             self.set_deadline(request["seconds"])
             return {}
@@ -441,7 +449,12 @@ class FakeRuntime:
 
     async def probe(self) -> RuntimeInfo:
         modes = LimitModes(output="enforced", wall="enforced")
-        capabilities = {"host_pids": False, "two_uids": os.geteuid() == 0, "memory_snapshot": True}
+        capabilities = {
+            "host_pids": False,
+            "two_uids": os.geteuid() == 0,
+            "memory_snapshot": True,
+            "pause": True,
+        }
         return RuntimeInfo(self.name, True, None, 0, "1", capabilities, modes, 0.0)
 
     async def create(self, spec: InstanceSpec, control: socket.socket) -> Instance:
@@ -460,6 +473,14 @@ class FakeRuntime:
             guest = self._guests[spec.instance_id] = FakeGuest(spec.instance_id, tree, listener, deadline)
             await guest.serve()
         return self._instance(self.partial_ref(spec.directory, spec.instance_id))
+
+    async def pause(self, ref: InstanceRef) -> None:
+        if (guest := self._guests.get(ref.instance_id)) is not None:
+            guest.runs.clear()
+
+    async def resume(self, ref: InstanceRef) -> None:
+        if (guest := self._guests.get(ref.instance_id)) is not None:
+            guest.runs.set()
 
     async def checkpoint(self, ref: InstanceRef, into: str) -> None:
         """All that a guest here remembers is who it is."""
