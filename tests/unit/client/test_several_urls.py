@@ -16,7 +16,7 @@ from corral.client.http import open_url
 from corral.client.line import Line
 from corral.errors import CorralError
 
-from .test_http import OK, Server, request_of
+from .test_http import Server, request_of
 
 Serve = Callable[[socket.socket, int], None]
 STOPPING = json.dumps(CorralError("shutting_down", "going").to_problem()).encode()
@@ -69,7 +69,7 @@ def two() -> Iterator[Callable[[Serve, Serve], Two]]:
 
 
 def ok(sock: socket.socket, number: int) -> None:
-    sock.sendall(OK)
+    sock.sendall(answer(b'{"a": 1}'))
 
 
 def cut(sock: socket.socket, number: int) -> None:
