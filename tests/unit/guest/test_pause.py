@@ -59,9 +59,7 @@ async def test_nothing_moves_until_it_is_resumed(guest: RunningGuest, client: Gu
     told = await client.pause(FENCE, stop=True)
     assert told["whole"] == 1 and told["stopped"] >= 4
     await until_states(guest, "setsid", b"T", 4)
-    times = [
-        open(f"/proc/{one.pid}/stat").read().rpartition(")")[2].split()[11:13] for one in programs(guest, "setsid")
-    ]
+    times = [cpu_of(one) for one in programs(guest, "setsid")]
     produced = (await client.exec_status(exec_id))["offsets"]["stdout"]
     await asyncio.sleep(0.3)
     produced_later = (await client.exec_status(exec_id))["offsets"]["stdout"]
