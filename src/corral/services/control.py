@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from corral.domain.ids import new_id
 from corral.domain.policy import Policy
+from corral.domain.quota import QuotaRules
 from corral.domain.request import HostCaps
 from corral.domain.runner import Names, Runner
 from corral.errors import CorralError
 from corral.ports.coordination import Coordination
 from corral.ports.node import Node, Progress
 from corral.ports.store import Store
+from corral.ports.workers import Beat
 from corral.services.documents import Documents
 from corral.services.events import Wakes, Watchers
 
 if TYPE_CHECKING:
     from corral.services.executor import Executor
     from corral.services.files import Files
+    from corral.services.identity import Identity
+    from corral.services.leases import Leases
+    from corral.services.queue import Queue
     from corral.services.sandboxes import Sandboxes
     from corral.services.templates import Templates
     from corral.services.upkeep import Upkeep
@@ -31,6 +36,11 @@ LOOK_S = 2.0
 """After how long somebody who waits looks although no other worker has rung: a wake-up may be lost."""
 LOOK_UNHEARD_S = 0.3
 """The same while none can be heard."""
+LOOK_AGAIN_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+"""Pauses between attempts at a store or a node that does not answer."""
+NODE_PATIENCE_S = 120.0
+"""How long a node may be away before what it has is given up: it is started again, and adopts what lives."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -66,6 +76,12 @@ class Core:
     """Work that may be dropped at a stop: the next owner finds it in the store."""
     last: set[asyncio.Task[Any]] = field(default_factory=set)
     """Work that a stop waits for (bounded): removing what a finished run leaves."""
+    uncertain: bool = False
+    """A commit of ours had an unknown outcome: there may be rows that name this worker and that it does not drive."""
+    store_lost: bool = False
+    """The store did not answer last time."""
+    _beat: tuple[float, int] | None = None
+    """(monotonic seconds, the store's clock) of the last beat."""
 
     def __post_init__(self) -> None:
         if not self.coordination.alone:
@@ -77,10 +93,34 @@ class Core:
         """Who a write about a run says must still drive it; None where nobody else can have taken it over."""
         return None if self.coordination.alone else self.worker
 
+    def beaten(self, at: float, beat: Beat) -> None:
+        """A beat that was begun at `at` (of the loop's clock) has been committed."""
+        self._beat = (at, beat.now_ms)
+
+    @property
+    def doubtful(self) -> bool:
+        """The last beat is so old that another worker may have taken over what this one drives."""
+        if self.coordination.alone:
+            return False
+        ttl_s = self.delays["worker_ttl_s"]
+        return self._beat is None or asyncio.get_running_loop().time() - self._beat[0] >= ttl_s
+
+    def store_ms(self) -> int:
+        """The store's clock, as far as is known here."""
+        if self._beat is None:
+            return self.now_ms()
+        at, then_ms = self._beat
+        return then_ms + round((asyncio.get_running_loop().time() - at) * 1000)
+
     @cached_property
     def names(self) -> Names:
         """By what the languages of the runners are told."""
         return Names.of(self.runners.values())
+
+    @cached_property
+    def quota(self) -> QuotaRules:
+        """Who may hold how much here."""
+        return self.policy.quota(self.host.cpus)
 
     def id(self, prefix: str) -> str:
         """A new id."""
@@ -101,6 +141,68 @@ class Core:
         if (self.closing and error.status >= 500) or (error.code == "cursor_gone" and self.closing):
             return CorralError("shutting_down", "the service is stopping")
         return error
+
+    async def endure(self, work: Callable[[], Awaitable[T]]) -> T:
+        """`work`, and again for as long as the store does not answer: for what was accepted and has to come to its end.
+
+        An attempt may have been committed although it says that it failed, so `work` must be safe to repeat. `shutting_down` once
+        the service stops: the next one goes on.
+        """
+        attempt = 0
+        while True:
+            try:
+                done = await work()
+            except CorralError as error:
+                if error.code != "store_error":
+                    raise
+                self.store_failed(error)
+                self.check_open()
+            else:
+                if attempt:
+                    self.store_works()
+                return done
+            await self._pause(attempt)
+            attempt += 1
+
+    async def reach(self, work: Callable[[], Awaitable[T]]) -> T:
+        """`work` at the node, and again while the node's process is away, for what may be repeated there (by instance and exec)."""
+        loop = asyncio.get_running_loop()
+        since, attempt = None, 0
+        while True:
+            began = loop.time()
+            try:
+                return await work()
+            except CorralError as error:
+                if error.code != "node_unavailable":
+                    raise
+                self.check_open()
+                if since is None or loop.time() - began > NODE_PATIENCE_S / 2:  # it had been there for a while
+                    since, attempt = loop.time(), 0
+                if loop.time() - since >= NODE_PATIENCE_S:
+                    raise
+            await self._pause(attempt)
+            attempt += 1
+
+    async def _pause(self, attempt: int) -> None:
+        """Longer each time, cut short by the end of the service."""
+        try:
+            async with asyncio.timeout(LOOK_AGAIN_S[min(attempt, len(LOOK_AGAIN_S) - 1)]):
+                await self.stopping.wait()
+        except TimeoutError:
+            pass
+
+    def store_failed(self, error: CorralError) -> None:
+        """Said once, until it works again. What was asked of it just now may have been done nevertheless."""
+        self.uncertain = True
+        if not self.store_lost:
+            self.store_lost = True
+            self.log(f"the store is lost, what runs goes on and is written down later: {error}")
+
+    def store_works(self) -> None:
+        """It has answered."""
+        if self.store_lost:
+            self.store_lost = False
+            self.log("the store answers again")
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str, *, last: bool = False) -> asyncio.Task[Any]:
         """Run in the background; an unexpected failure is logged, never lost."""
@@ -146,6 +248,23 @@ class Services:
     upkeep: Upkeep
     files: Files
 
+    @cached_property
+    def identity(self) -> Identity:
+        """Who may call."""
+        from corral.services.identity import Identity
+
+        return Identity(self.core)
+
+    @property
+    def leases(self) -> Leases:
+        """Who has which sandbox."""
+        return self.sandboxes.leases
+
+    @property
+    def queue(self) -> Queue:
+        """Which run is next."""
+        return self.runs.queue
+
     @property
     def templates(self) -> Templates:
         """What sandboxes are made from."""
@@ -153,12 +272,16 @@ class Services:
 
     async def start(self) -> None:
         """Take over what an earlier owner left, then begin the loops."""
+        await self.identity.begin()
         await self.upkeep.take_over()
         self.upkeep.begin()
+        self.queue.begin()
 
     async def stop(self, drain_s: float, *, hand_on: bool = False) -> None:
         """Let go; nothing depends on this being called. `hand_on`: attached runs without a client are left to the next owner."""
-        alone = [] if hand_on else self.runs.alone()
+        # Other workers take over at once, and see for themselves whether a client comes to them.
+        alone = [] if hand_on or not self.core.coordination.alone else self.runs.alone()
         self.core.close()
         await self.runs.abandon(alone)
         await self.core.stop(drain_s)
+        await self.upkeep.workers.leave()

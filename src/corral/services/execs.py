@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from corral import faults
@@ -184,6 +185,15 @@ class Execs:
             end.asked = why
             end.bell.set()
 
+    def heard(self, exec_id: str, why: str) -> None:
+        """`request_end` of what was committed elsewhere; it may be told again and again."""
+        if (end := self._ends.get(exec_id)) is not None and end.asked is None:
+            self.request_end(exec_id, why)
+
+    def concerns(self, key: str) -> bool:
+        """Whether `key` is an exec that this process looks after, or a sandbox of one."""
+        return key in self._ends or any(end.sandbox_id == key for end in self._ends.values())
+
     def request_ends(self, sandbox_id: str, why: str) -> None:
         """A transition has been committed that gave `why` to every open exec of the sandbox; an earlier reason stays."""
         for exec_id, end in self._ends.items():
@@ -201,25 +211,27 @@ class Execs:
         into: str,
         watch: Stopwatch,
         mark: bool = False,
+        ended: Callable[[Verdict], Awaitable[None]] | None = None,
     ) -> Outcome:
         """Start (or find) the exec, wait for its end, take its files; -> what happened. Writes the row's states, not its result.
 
-        `outputs` None = do not look at files; `mark`: what is found is the base of the next exec's changes. Never raises for what
-        happens to the exec, nor for a fault of ours: the exec is then ended, and its outcome is `infra_error`.
+        `outputs` None = do not look at files; `mark`: what is found is the base of the next exec's changes. `ended` is awaited between
+        the end and the files. Never raises for what happens to the exec, nor for a fault of ours: the exec is then ended, and its
+        outcome is `infra_error`. Only `shutting_down` and `superseded` get through: somebody else looks after it.
         """
         try:
-            return await self._supervise(record, instance_id, spec, modes, outputs, into, watch, mark)
+            return await self._supervise(record, instance_id, spec, modes, outputs, into, watch, mark, ended)
         except Exception as error:
-            if isinstance(error, CorralError) and error.code == "shutting_down":
+            if isinstance(error, CorralError) and error.code in ("shutting_down", "superseded"):
                 raise
             self._core.log(f"{record.exec_id}: {traceback.format_exc()}")
-            ended = True
+            killed = True
             try:
                 await self._core.node.end_exec(record.exec_id, "cancelled")
             except CorralError as refused:
-                ended = refused.code == "not_found"  # else its sandbox goes
+                killed = refused.code == "not_found"  # else its sandbox goes
             why = f"an unexpected {type(error).__name__} in the service"
-            facts = ExecFacts(None, infra=why, killed_all=ended)
+            facts = ExecFacts(None, infra=why, killed_all=killed)
             return Outcome(facts, judge(facts, spec.limits, modes, spec.cwd), None, [])
 
     async def _supervise(
@@ -232,6 +244,7 @@ class Execs:
         into: str,
         watch: Stopwatch,
         mark: bool,
+        ended: Callable[[Verdict], Awaitable[None]] | None,
     ) -> Outcome:
         end = self._ends.setdefault(record.exec_id, _End(record))
         try:
@@ -241,11 +254,13 @@ class Execs:
                 # safe whatever happened: a guest that knows it answers with what became of it and starts nothing.
                 await self._core.node.forget_exec(record.exec_id)
                 facts = await self._attempt(record, instance_id, spec, end, watch)
-            facts = await self._because(record.exec_id, facts)
+            facts = await self._core.endure(lambda: self._because(record.exec_id, facts))
         finally:
             self.forget(record.exec_id)
         watch.switch("collecting")
         verdict = judge(facts, spec.limits, modes, spec.cwd)
+        if ended is not None:
+            await ended(verdict)
         collected = None
         timeline: list[Json] = []
         if verdict.started is not False:
@@ -293,25 +308,34 @@ class Execs:
         try:
             faults.point("exec.start.before")
             # Never cut short by a stop of ours: the frame may have arrived, and then the node has to know the exec.
-            sending = self._core.spawn(self._core.node.start_exec(instance_id, fence, spec), "start", last=True)
+            sending = self._core.spawn(self._send(instance_id, fence, spec), "start", last=True)
             await asyncio.shield(sending)
             faults.point("exec.start.after")
         except CorralError as error:
+            if error.code == "shutting_down":
+                raise
             return _not_started(error)
         return None
 
+    async def _send(self, instance_id: str, fence: Fence, spec: ExecSpec) -> None:
+        node = self._core.node
+        await self._core.reach(lambda: node.start_exec(instance_id, fence, spec))
+
     async def _note_running(self, exec_id: str, end: _End) -> None:
-        row = None
+        row, store = None, self._core.store
+        changes = {"state": "running", "started_at": end.started_at}
         try:
-            changes = {"state": "running", "started_at": end.started_at}
-            row = await self._core.store.update_exec(exec_id, expect_states=("starting",), changes=changes)
+            row = await self._core.endure(
+                lambda: store.update_exec(exec_id, expect_states=("starting",), changes=changes)
+            )
         except CorralError as error:
             if error.code != "conflict":
                 raise
         self._core.wakes.ring(exec_id, row)
 
     async def _wait(self, record: ExecRecord, end: _End) -> ExecFacts:
-        waiting = asyncio.ensure_future(self._core.node.wait_exec(record.exec_id))
+        core = self._core
+        waiting = asyncio.ensure_future(core.reach(lambda: core.node.wait_exec(record.exec_id)))
         waiting.add_done_callback(lambda _: end.bell.set())
         try:
             while not waiting.done():
@@ -320,11 +344,13 @@ class Execs:
                     if why == "sandbox_deleted":  # its instance is being destroyed, which ends it: do not fight over it
                         await asyncio.wait({waiting}, timeout=30.0)
                     if not waiting.done():
-                        await self._core.node.end_exec(record.exec_id, why)
+                        await core.reach(partial(core.node.end_exec, record.exec_id, why))
                     return await waiting
                 await end.bell.wait()
             return waiting.result()
         except CorralError as error:
+            if error.code == "shutting_down":
+                raise
             return _ended_unseen(error)
         finally:
             waiting.cancel()

@@ -9,7 +9,7 @@ import asyncio
 import os
 import traceback
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from corral import faults
@@ -20,7 +20,7 @@ from corral.domain.placement import Needs
 from corral.domain.plan import plan_by_rules
 from corral.domain.records import AuditRecord, ExecRecord, Idempotency, RunRecord, SandboxView
 from corral.domain.request import RunRequest, parse_run
-from corral.domain.result import build_document, outcomeless_document, stream_document
+from corral.domain.result import Verdict, build_document, outcomeless_document, stream_document
 from corral.domain.run import OPEN
 from corral.errors import CorralError
 from corral.ports.node import ExecSpec, Node
@@ -39,6 +39,7 @@ from corral.services.execs import (
 )
 from corral.services.languages import Languages, build_limits
 from corral.services.lifecycle import Lifecycle, Wanted
+from corral.services.queue import QUEUE, Queue, judged
 
 Json = dict[str, Any]
 NOT_PLACED: Json = {
@@ -48,7 +49,6 @@ NOT_PLACED: Json = {
     "template_digest": None,
 }
 ENDED_BYTES = 64 * 1024
-FINISH_PAUSES_S = (0.1, 0.5, 2.0, 5.0, 15.0)
 NEW_SANDBOX: Json = {"verdict": "new_sandbox", "reason": "a run without a session always gets a new sandbox"}
 OUTCOMES = frozenset(
     (
@@ -72,6 +72,10 @@ class _Cancelled(Exception):
     """The run was cancelled before its program was started."""
 
 
+class _Superseded(Exception):
+    """Another worker drives the run: what it does counts, and nothing more of ours."""
+
+
 @dataclass
 class _Flight:
     """A run that this process drives."""
@@ -83,6 +87,8 @@ class _Flight:
     built: Json | None = None
     """What the build did, once it has succeeded: code of the caller's may have run in it."""
     task: asyncio.Task[None] | None = None
+    exec_id: str | None = None
+    """Of the step that is under way."""
 
 
 class Executor:
@@ -93,6 +99,7 @@ class Executor:
         self._lifecycle = lifecycle
         self._execs = execs
         self._languages = Languages(core)
+        self.queue = Queue(core)
         self._flights: dict[str, _Flight] = {}
 
     # -- calls -----------------------------------------------------------------------------------------------------------------
@@ -104,19 +111,27 @@ class Executor:
         core.check_open()
         request = parse_run(document, core.host, core.names)
         self._languages.runner(request.language)
+        ticket = self.queue.ticket(request)
         await placing.choose(core, request.placement, core.policy.needs(request.placement.isolation))
         run = RunRecord(
             run_id=core.id("run"),
             tenant_id=caller.tenant_id,
             owner=caller.owner,
+            user_id=caller.user_id,
             state="requested",
-            request=document,
+            request=self.queue.stored(document),
             created_at=core.now_ms(),
             attached=request.attached,
+            driver=core.worker,
         )
-        audit = AuditRecord(caller.tenant_id, caller.owner, "run.submitted", run.run_id, _summary(request))
-        run, made = await core.store.submit_run(run, audit, idempotency)
-        if made or (run.state != "finished" and run.run_id not in self._flights):
+        audit = AuditRecord(caller.tenant_id, caller.actor, "run.submitted", run.run_id, _summary(request))
+        try:
+            run, made = await core.store.submit_run(run, audit, idempotency, ticket)
+        except CorralError as error:
+            if error.code == "store_error":
+                core.store_failed(error)
+            raise
+        if made or (run.state != "finished" and core.driver in (None, run.driver)):
             self.drive(run)
         return await self.wait(caller, run.run_id, wait_s, run if made else None)
 
@@ -130,6 +145,40 @@ class Executor:
         if run.attached:
             self._core.watchers.expect(run.run_id, grace_s)
         flight.task = self._core.spawn(self._drive(flight), run.run_id)
+
+    def drives(self, run_id: str) -> bool:
+        """Whether this process drives the run."""
+        return run_id in self._flights
+
+    def asked_to_end(self, run_id: str, why: str) -> None:
+        """The run's `cancel_requested` has been committed as `why`, wherever that was."""
+        flight = self._flights.get(run_id)
+        if flight is not None and not flight.cancel.is_set():
+            flight.run = replace(flight.run, cancel_requested=flight.run.cancel_requested or why)
+            flight.cancel.set()
+            if flight.exec_id is not None:  # who asked may have been stopped before the exec's row
+                self._execs.request_end(flight.exec_id, why)
+
+    async def give_up(self, run: RunRecord, why: str) -> None:
+        """Finish a run that cannot be gone on with, since nobody knows what became of it."""
+        result = outcomeless_document("infra_error", why, limits=None, modes=None, timings={}, started=None)
+        nothing = {"produced": 0, "head": 0, "tail": 0}
+        result = {**result, "stdout": nothing, "stderr": nothing, "phase": None, "build": None}
+        audit = AuditRecord(run.tenant_id, "system:executor", "run.finished", run.run_id, {"reason": "infra_error"})
+        store, now = self._core.store, self._core.now_ms()
+        for row in await self._rows(run):
+            try:
+                changes = {"state": "lost", "ended_at": now}
+                await store.update_exec(row.exec_id, expect_states=("starting", "running"), changes=changes)
+            except CorralError as error:
+                if error.code != "conflict":
+                    raise
+            self._core.wakes.ring(row.exec_id)
+        finished = await store.finish_run(
+            run.run_id, result=result, reason="infra_error", timings=result["timings"], audit=audit
+        )
+        self._core.wakes.ring(run.run_id)
+        self._settle(finished)
 
     async def get(self, caller: Caller, run_id: str) -> RunRecord:
         """The run; a foreign or unknown id is `not_found`."""
@@ -164,20 +213,23 @@ class Executor:
 
     async def cancel(self, caller: Caller, run_id: str, why: str) -> None:
         """Ask the run to end, in whatever state; does nothing to one that has finished."""
+        core = self._core
         run = await self.get(caller, run_id)
         if run.state == "finished":
             return
-        audit = AuditRecord(run.tenant_id, caller.owner, "run.cancel", run_id, {"why": why})
+        audit = AuditRecord(run.tenant_id, caller.actor, "run.cancel", run_id, {"why": why})
         if run.cancel_requested is None:
             try:
                 changes = {"cancel_requested": why}
-                run = await self._core.store.update_run(run_id, expect_states=OPEN, changes=changes, audit=audit)
+                run = await core.store.update_run(run_id, expect_states=OPEN, changes=changes, audit=audit)
             except CorralError as error:
                 if error.code != "conflict":
                     raise
                 return
         if (flight := self._flights.get(run_id)) is not None:
             flight.cancel.set()
+        elif core.wakes.others is not None:
+            core.wakes.others((run_id,))
         for record in await self._rows(run):
             if record.state in ("starting", "running"):
                 await self._ask_end(record, why)
@@ -231,6 +283,14 @@ class Executor:
         """What this process drives."""
         return [flight.run for flight in self._flights.values()]
 
+    async def deserted(self, run: RunRecord) -> bool:
+        """Whether no other worker has a client of this attached run either, and this one still drives it."""
+        core = self._core
+        if core.driver is None:
+            return True
+        row = await core.store.get_run(run.run_id, run.tenant_id)
+        return row is not None and row.driver == core.worker and row.watched_until <= core.store_ms()
+
     def alone(self) -> list[RunRecord]:
         """Attached runs for which nobody waits at this moment."""
         return [r for r in self.in_flight if r.attached and self._core.watchers.alone_s(r.run_id) > 0]
@@ -259,11 +319,23 @@ class Executor:
         try:
             result = await self._outcome(flight, watch)
             await self._finish(flight, result)
+        except _Superseded:
+            if flight.exec_id is not None:
+                self._execs.forget(flight.exec_id)
+            self._core.spawn(self._perhaps_again(flight.run), run_id)
+            return
         finally:
             self._flights.pop(run_id, None)
             self._core.watchers.forget(run_id)
             self._core.wakes.ring(run_id, flight.run if flight.run.state == "finished" else None)
         self._settle(flight.run)
+
+    async def _perhaps_again(self, run: RunRecord) -> None:
+        """A run that went to another worker may have come back by now, further on than we knew."""
+        core = self._core
+        row = await core.endure(lambda: core.store.get_run(run.run_id, run.tenant_id))
+        if row is not None and row.state != "finished" and row.driver == core.worker:
+            self.drive(row)
 
     async def _outcome(self, flight: _Flight, watch: Stopwatch) -> Json:
         """The result document, whatever happens; only a stop of the service gets through."""
@@ -283,9 +355,13 @@ class Executor:
         except _Cancelled:
             when = "it was started; nothing was run" if flight.built is None else "the program was started"
             return without("cancelled", f"cancelled by request before {when}")
+        except _Superseded:
+            raise
         except CorralError as error:
             if error.code == "shutting_down":
                 raise asyncio.CancelledError from error
+            if error.code == "superseded":
+                raise _Superseded from error
             reason = error.code if error.code in OUTCOMES else "infra_error"
             hint = f"{error.detail}; {error.hint}" if error.hint else error.detail
             return without(reason, hint, error.facts.get("started", False))
@@ -297,7 +373,7 @@ class Executor:
     async def _run(self, flight: _Flight, watch: Stopwatch) -> Json:
         core, run = self._core, flight.run
         request = parse_run(run.request, core.host, core.names)
-        if not await self._rows(run):  # else an earlier process began something: what became of it is the outcome
+        if not await self._known_rows(run):  # else an earlier process began something: what became of it is the outcome
             self._check(flight)
 
         # 2, 3: plan and guard; what is stored is replayed, never decided again
@@ -311,6 +387,10 @@ class Executor:
         # 4: where
         watch.switch("acquiring")
         run = await self._place(flight, request, guard)
+        if run.state == "queued":
+            watch.switch("queued")
+            run = flight.run = await self._race(flight, self.queue.turn(run))
+            watch.switch("acquiring")
         place = run.decisions["placement"]
         await self._languages.check_tools(request.language, guard["template"])
         assert run.sandbox_id is not None
@@ -319,6 +399,7 @@ class Executor:
         wanted = Wanted(
             sandbox_id=run.sandbox_id,
             tenant_id=run.tenant_id,
+            user_id=run.user_id,
             owner=run.owner if request.keep else f"{run.owner}/{run.run_id}",
             runtime=place["runtime"],
             security_level=place["security_level"],
@@ -333,16 +414,16 @@ class Executor:
         )
 
         # 5: the sandbox, with the lease; 6: its files
-        rows = {str(r.spec.get("step")): r for r in await self._rows(run)}
+        rows = {str(r.spec.get("step")): r for r in await self._known_rows(run)}
         if rows:  # an earlier process came that far: the execs say what happened, even if the sandbox is gone by now
-            view = await self._lifecycle.view(run.sandbox_id)
+            view = await core.endure(lambda: self._lifecycle.view(wanted.sandbox_id))
         else:
-            view = await self._race(flight, self._lifecycle.provide(wanted))
+            view = await core.endure(lambda: self._race(flight, self._lifecycle.provide(wanted)))
         watch.switch("preparing")
         if not rows:
             fence = fence_of(view)
             run = await self._update(flight, {"lease_version": fence.token, "incarnation": fence.incarnation})
-            await self._race(flight, self._put_files(view, request))
+            await core.reach(lambda: self._race(flight, self._put_files(view, request)))
 
         # 7, 8: the build, if there is one, and the program
         steps = self._languages.steps(request, limits)
@@ -365,6 +446,7 @@ class Executor:
         intent = plan_by_rules(request, self._core.names)
         ttl_s = request.ttl_s if request.keep else None
         verdict = guard_decide(policy, intent, request.wishes, request.placement, ttl_s=ttl_s, user=request.user)
+        verdict = judged(self._core, verdict, run.tenant_id, request)
         plan = {**intent.as_dict(), "verdict": "planned", "reason": intent.reason}
         decisions = {**run.decisions, "plan": plan, "guard": verdict.as_dict()}
         if not verdict.allowed:
@@ -392,8 +474,10 @@ class Executor:
             }
             decisions = {**run.decisions, "reuse": NEW_SANDBOX, "placement": placed}
             # The sandbox's id is committed before there is a sandbox, so that none is ever without its run.
-            changes = {"state": "starting", "decisions": decisions, "sandbox_id": core.id("sbx")}
-            run = await self._update(flight, changes)
+            entry = self.queue.entry(request, Limits.from_dict(guard["limits"]))
+            run = flight.run = await self.queue.place(run, {"decisions": decisions}, entry)
+            if run.cancel_requested is not None:
+                flight.cancel.set()
         _, flight.modes = read_limits({"values": guard["limits"], **placed})
         return run
 
@@ -438,8 +522,11 @@ class Executor:
                 spec={"step": step, "argv": list(argv)},
                 created_at=core.now_ms(),
                 run_id=run.run_id,
+                step=step,
+                driver=core.worker,
             )
-            record, after = await self._lifecycle.exec_requested(record, view)
+            record, after = await self._begin_exec(flight, record, view)
+        flight.exec_id = record.exec_id
         spec = ExecSpec(
             exec_id=record.exec_id,
             argv=argv,
@@ -456,8 +543,15 @@ class Executor:
         await self._update(flight, changes)
         if flight.cancel.is_set():
             self._execs.expect(record)  # else nobody hears it
-            await self._ask_end(record, flight.run.cancel_requested or "cancelled")
+            why = flight.run.cancel_requested or "cancelled"
+            await core.endure(lambda: self._ask_end(record, why))
         core.wakes.ring(run.run_id, flight.run)
+
+        async def ended(verdict: Verdict) -> None:
+            if step == "program" or verdict.reason != "ok":
+                await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
+                core.wakes.ring(run.run_id, flight.run)
+
         faults.point("run.exec.before")
         outcome = await self._execs.supervise(
             record,
@@ -468,6 +562,7 @@ class Executor:
             into=os.path.join(core.artifacts, run.run_id),
             watch=watch,
             mark=request.keep,
+            ended=ended,
         )
         faults.point("run.exec.after")
         verdict, hint, phase = outcome.verdict, None, "run"
@@ -477,11 +572,20 @@ class Executor:
                 hint = await self._languages.build_hint(record.exec_id, request.language, verdict, limits)
         url = f"/v1/runs/{run.run_id}/artifacts/"
         result = outcome.document(limits, modes, watch.timings(), url, hint, phase=phase, build=flight.built)
-        if step == "program" or result["reason"] != "ok":
-            await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
-            core.wakes.ring(run.run_id, flight.run)
-        await self._lifecycle.exec_ended(record, outcome, result, after)
+        await core.endure(lambda: self._lifecycle.exec_ended(record, outcome, result, after))
         return record.exec_id, result
+
+    async def _begin_exec(
+        self, flight: _Flight, record: ExecRecord, view: SandboxView
+    ) -> tuple[ExecRecord, SandboxView | None]:
+        """The row of a step's exec; `_Superseded` when the step has one already."""
+        core = self._core
+        try:
+            return await core.endure(lambda: self._lifecycle.exec_requested(record, view, driver=core.driver))
+        except CorralError as error:
+            if error.code == "conflict" and any(row.step == record.step for row in await self._rows(flight.run)):
+                raise _Superseded from error
+            raise
 
     async def _finish(self, flight: _Flight, result: Json) -> None:
         """Step 9."""
@@ -493,32 +597,45 @@ class Executor:
             run.run_id,
             {"reason": result["reason"], "exit_code": result["exit_code"], "started": result["started"]},
         )
+        core = self._core
         faults.point("run.finish.before")
-        for pause_s in (*FINISH_PAUSES_S, None):
-            try:
-                flight.run = await self._core.store.finish_run(
-                    run.run_id, result=result, reason=result["reason"], timings=result["timings"], audit=audit
+        try:
+            # Who waits for the run would wait for ever: a store that does not answer for a while is asked again.
+            flight.run = await core.endure(
+                lambda: core.store.finish_run(
+                    run.run_id,
+                    result=result,
+                    reason=result["reason"],
+                    timings=result["timings"],
+                    audit=audit,
+                    driver=core.driver,
                 )
-                break
-            except CorralError as error:
-                # Who waits for the run would wait for ever: a store that is busy or full for a while is asked again.
-                if error.code != "store_error" or pause_s is None:
-                    raise
-                self._core.log(f"{run.run_id}: {error}")
-            await asyncio.sleep(pause_s)
+            )
+        except CorralError as error:
+            if error.code == "superseded":
+                raise _Superseded from error
+            if error.code == "shutting_down":
+                raise asyncio.CancelledError from error
+            raise
+        core.wakes.heard(QUEUE)
         faults.point("run.finish.after")
 
     def _settle(self, run: RunRecord) -> None:
         """Step 10, off the caller's path: a one-shot's sandbox goes; a kept one stays leased, if it has become one."""
         keep = bool(run.request.get("keep"))
         if run.sandbox_id is not None and (not keep or (run.result or {}).get("started") is False):
-            self._core.spawn(self._lifecycle.destroy(run.sandbox_id, "run_finished"), f"{run.run_id} settle", last=True)
+            sandbox_id = run.sandbox_id
+            settled = self._core.endure(lambda: self._lifecycle.destroy(sandbox_id, "run_finished"))
+            self._core.spawn(settled, f"{run.run_id} settle", last=True)
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
     async def _rows(self, run: RunRecord) -> list[ExecRecord]:
         if run.sandbox_id is None:
             return []
         return [r for r in await self._core.store.list_execs(run.sandbox_id) if r.run_id == run.run_id]
+
+    async def _known_rows(self, run: RunRecord) -> list[ExecRecord]:
+        return await self._core.endure(lambda: self._rows(run))
 
     async def _ask_end(self, record: ExecRecord, why: str) -> None:
         try:
@@ -532,9 +649,14 @@ class Executor:
         self._execs.request_end(record.exec_id, why)
 
     async def _update(self, flight: _Flight, changes: Json, audit: AuditRecord | None = None) -> RunRecord:
-        flight.run = await self._core.store.update_run(
-            flight.run.run_id, expect_states=OPEN, changes=changes, audit=audit
+        core = self._core
+        flight.run = await core.endure(
+            lambda: core.store.update_run(
+                flight.run.run_id, expect_states=OPEN, changes=changes, audit=audit, driver=core.driver
+            )
         )
+        if flight.run.cancel_requested is not None:
+            flight.cancel.set()
         return flight.run
 
     def _check(self, flight: _Flight) -> None:

@@ -18,8 +18,9 @@ from corral.domain.facts import ExecFacts
 from corral.domain.fence import Fence
 from corral.domain.grade import ANY_GRADE
 from corral.domain.instance import LIVE
-from corral.domain.lease import system_owner
+from corral.domain.lease import REGRESSED, is_system, named, system_owner
 from corral.domain.limits import LimitModes, Limits
+from corral.domain.quota import sandbox_amounts
 from corral.domain.records import (
     AuditRecord,
     CommandDone,
@@ -39,13 +40,15 @@ from corral.domain.records import (
 from corral.domain.sandbox import Step, decide
 from corral.errors import CorralError
 from corral.ports.node import CreateInstance
+from corral.ports.queue import Charge
 from corral.services.control import Core
 from corral.services.documents import read_limits, stored_limits
 from corral.services.execs import Execs, Outcome, fence_of
+from corral.services.queue import QUEUE
 
 Json = dict[str, Any]
 EFFECTS = frozenset(
-    ("create_instance", "fence", "fence_adopt", "start_exec", "kill_exec", "condemn_instance", "destroy")
+    ("create_instance", "fence", "fence_adopt", "start_exec", "kill_exec", "settle", "condemn_instance", "destroy")
 )
 """Commands that do something in this version; the rest of the table's commands belong to components that later steps bring."""
 SYSTEM_TTL_MS = 3_600_000
@@ -76,6 +79,8 @@ class Wanted:
     one_shot: bool
     seccomp: str = "default"
     """Profile of system calls."""
+    user_id: str | None = None
+    """Whose key asked for it."""
 
     @property
     def ttl_ms(self) -> int:
@@ -101,6 +106,8 @@ class Lifecycle:
         self._seen: OrderedDict[str, SandboxView] = OrderedDict()
         """Views as last committed here, to decide over without a read: every commit compares the version again."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self.on_recycling: Callable[[str], None] = lambda sandbox_id: None
+        """Called when the end of an exec has let a sandbox come to be recycled: `services.leases` settles it."""
 
     def _turn(self, sandbox_id: str) -> asyncio.Lock:
         """Execs of one sandbox begin and end one after another here, or many at once would only conflict with each other."""
@@ -200,7 +207,13 @@ class Lifecycle:
             instance = None
         transition = replace(
             transition,
-            event=EventRecord(row.sandbox_id, event, row.state, step.next_state, {"row": step.row, **(metadata or {})}),
+            event=EventRecord(
+                row.sandbox_id,
+                event,
+                row.state,
+                step.next_state,
+                {"row": step.row, **_hands(view, transition), **(metadata or {})},
+            ),
             commands=self._commands(view, transition, step, args or {}),
             audit=audit,
             done=done,
@@ -227,6 +240,8 @@ class Lifecycle:
             if transition.end_execs is not None:
                 self._execs.request_ends(transition.sandbox_id, transition.end_execs)
         self._core.wakes.ring(plan.view.sandbox.sandbox_id)
+        if plan.view.sandbox.state in ("terminated", "hibernated"):
+            self._core.wakes.heard(QUEUE)  # its room has come free
         view = plan.view if done is None else SandboxView(done.sandbox, done.lease, plan.view.instance)
         self._see(view)
         return view
@@ -336,6 +351,7 @@ class Lifecycle:
         sandbox = SandboxRecord(
             sandbox_id=wanted.sandbox_id,
             tenant_id=wanted.tenant_id,
+            user_id=wanted.user_id,
             state="requested",
             runtime=wanted.runtime,
             template_id=wanted.template,
@@ -359,7 +375,8 @@ class Lifecycle:
         self.step(plan, "planned")
         self._plan_instance(plan, wanted)
         faults.point("transition.before")
-        made, fresh = await core.store.create_sandbox(sandbox, event, audit, idempotency, plan.transitions)
+        charge = Charge(sandbox_amounts(wanted.limits), core.quota)
+        made, fresh = await core.store.create_sandbox(sandbox, event, audit, idempotency, plan.transitions, charge)
         if not fresh:
             return await self.view(made.sandbox_id), False
         return replace(self._committed(plan, None), sandbox=made), True
@@ -380,6 +397,7 @@ class Lifecycle:
         return Wanted(
             sandbox_id=row.sandbox_id,
             tenant_id=row.tenant_id,
+            user_id=row.user_id,
             owner=str(row.labels.get("owner", "key:local")),
             runtime=row.runtime,
             security_level=int(row.labels.get("security_level", 0)),
@@ -483,7 +501,19 @@ class Lifecycle:
             metadata={"phases": report.phases},
             done=(self.finishing(("create_instance",), {"ok": True, "phases": report.phases}),),
         )
-        return await self.commit(plan)
+        try:
+            return await self.commit(plan)
+        except CorralError as error:
+            if error.code == "conflict" and core.driver is not None:
+                await self._unwanted(row.sandbox_id, instance.instance_id)
+            raise
+
+    async def _unwanted(self, sandbox_id: str, instance_id: str) -> None:
+        """An instance that was made while another worker moved the sandbox on: nobody else removes it, if it has become useless."""
+        view = await self.view(sandbox_id)
+        instance = view.instance
+        if instance is None or instance.instance_id != instance_id or instance.state not in LIVE:
+            await self._removed(instance_id, "unwanted")
 
     async def _create_failed(self, view: SandboxView, instance: InstanceRecord, error: CorralError) -> SandboxView:
         self._core.log(f"{instance.instance_id}: {error}")
@@ -529,11 +559,13 @@ class Lifecycle:
         idempotency: Idempotency | None = None,
         tenant_id: str = "default",
         any_fence: bool = False,
+        driver: str | None = None,
     ) -> tuple[ExecRecord, SandboxView | None]:
         """The exec's row as `starting`, its sandbox `running` and, with `renew` = (owner, ttl_ms), the lease: one transaction.
 
         An exec that an earlier call made under the key is returned, without a view. From here on its end may be requested.
-        `any_fence`: the caller named none, so the sandbox's current one counts if `view` was older.
+        `any_fence`: the caller named none, so the sandbox's current one counts if `view` was older. `driver`: who must still drive the
+        exec's run, else `superseded`. Safe to repeat with the same record.
         """
         about = {"exec_id": record.exec_id}
 
@@ -543,7 +575,13 @@ class Lifecycle:
             faults.point("transition.before")
             fence = Fence(record.incarnation, record.lease_version)
             made, done = await self._core.store.begin_exec(
-                record, fence, plan.transitions[0], renew=renew, idempotency=idempotency, tenant_id=tenant_id
+                record,
+                fence,
+                plan.transitions[0],
+                renew=renew,
+                idempotency=idempotency,
+                tenant_id=tenant_id,
+                driver=driver,
             )
             if done is None:
                 return made, None
@@ -557,6 +595,9 @@ class Lifecycle:
                 except CorralError as error:
                     if error.code not in ("conflict", "lease_lost", "illegal_transition"):
                         raise
+                    if (made := await self._core.store.get_exec(record.exec_id, None)) is not None:
+                        self._execs.expect(made)  # an attempt that seemed to have failed
+                        return made, await self.view(record.sandbox_id)
                     view = await self.view(record.sandbox_id)
                     if view.sandbox.state in ENDING:
                         raise gone(view) from error
@@ -583,7 +624,9 @@ class Lifecycle:
                 last, others = Plan(view), Plan(view)
                 if view.sandbox.state == "running":
                     if facts.killed_all:
-                        self.step(last, "exec_ended", metadata=metadata)
+                        owner = view.lease.lease_owner if view.lease is not None else None
+                        flags = ["owner_system"] if is_system(owner) and owner != REGRESSED else []
+                        self.step(last, "exec_ended", flags, metadata=metadata, cause="settled")
                         self.step(others, "exec_ended", ["others_run"], metadata=metadata)
                     else:
                         self.step(last, "kill_failed")
@@ -598,6 +641,8 @@ class Lifecycle:
                         others=others.transitions[0] if others.transitions else None,
                     )
                     self._committed(last, None)
+                    if last.view.sandbox.state == "recycling":
+                        self.on_recycling(record.sandbox_id)
                     break
                 except CorralError as error:
                     if error.code != "conflict":
@@ -666,11 +711,16 @@ class Lifecycle:
         async def attempt(view: SandboxView) -> SandboxView:
             return await self.fire(view, event, cause=cause, metadata={"cause": cause}, audit=audit)
 
-        view: SandboxView | None = await self.retrying(sandbox_id, attempt)
+        view = await self.retrying(sandbox_id, attempt)
         condemned.set()
+        known: SandboxView | None = view
         if (making := self._providing.get(sandbox_id)) is not None:
             await asyncio.wait({making})  # an instance that is half made is removed when its maker has stopped
-            view = None
+            known = None
+        return await self._core.endure(lambda: self._remove(sandbox_id, cause, known))
+
+    async def _remove(self, sandbox_id: str, cause: str, view: SandboxView | None) -> SandboxView:
+        """What follows the committed end: the instance goes, then the sandbox is `terminated`. Safe to repeat."""
         for pause_s in (*DESTROY_PAUSES_S, None):
             view = view or await self.view(sandbox_id)
             if view.sandbox.state == "terminated":
@@ -720,6 +770,17 @@ class Lifecycle:
         if not evidence.clean:
             self._core.log(f"destroy {instance_id}: left {', '.join(evidence.left)}")
         return evidence.clean
+
+
+def _hands(view: SandboxView, transition: Transition) -> Json:
+    """Whose the sandbox becomes, for its history: a lease is acquired or lost by an event, never silently."""
+    change = transition.lease
+    if change is None or change.kind != "take":
+        return {}
+    incarnation = int(transition.changes.get("incarnation", view.sandbox.incarnation))
+    fence = Fence(incarnation, fence_of(view).token + 1)
+    was = view.lease.lease_owner if view.lease is not None else None
+    return {"owner": named(change.owner), "lease": str(fence), "was": named(was)}
 
 
 def gone(view: SandboxView) -> CorralError:

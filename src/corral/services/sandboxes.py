@@ -6,12 +6,15 @@ import asyncio
 import base64
 import os
 import re
-from collections.abc import AsyncIterator
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 from corral.domain.fence import Fence
 from corral.domain.guard import check_user, exec_limits
 from corral.domain.guard import decide as guard_decide
+from corral.domain.lease import key_of
+from corral.domain.lease import lost as lease_lost
 from corral.domain.limits import Limits
 from corral.domain.plan import plan_by_rules
 from corral.domain.records import AuditRecord, EventRecord, ExecRecord, Idempotency, SandboxView
@@ -25,9 +28,12 @@ from corral.services.events import Caller, StreamEvent
 from corral.services.execs import Execs, Stopwatch, artifact_named, environment, fence_of, file_blocks, instance_of
 from corral.services.executor import ended_document
 from corral.services.languages import Languages, exec_directories, is_code
+from corral.services.leases import Leases, Wish, ttl_of
 from corral.services.lifecycle import ENDING, Lifecycle, Wanted, gone
+from corral.services.queue import judged
 
 Json = dict[str, Any]
+T = TypeVar("T")
 ALIVE = ("leased", "running")
 REMOVE_S = 10.0
 """What the removal of an exec's code may take: its caller waits for it."""
@@ -53,6 +59,7 @@ class Sandboxes:
         self._execs = execs
         self._languages = Languages(core)
         self._driven: dict[str, asyncio.Task[None]] = {}
+        self.leases = Leases(core, lifecycle, execs)
 
     # -- sandboxes -------------------------------------------------------------------------------------------------------------
     async def create(self, caller: Caller, document: Json, idempotency: Idempotency | None) -> SandboxView:
@@ -63,9 +70,10 @@ class Sandboxes:
         policy = core.policy
         intent = plan_by_rules(request, core.names)
         guard = guard_decide(policy, intent, request.wishes, request.placement, ttl_s=request.ttl_s)
+        guard = judged(core, guard, caller.tenant_id)
         if not guard.allowed:
             await core.store.add_audit(
-                AuditRecord(caller.tenant_id, caller.owner, "guard.deny", "sandbox", {"reason": guard.reason})
+                AuditRecord(caller.tenant_id, caller.actor, "guard.deny", "sandbox", {"reason": guard.reason})
             )
             raise guard.error()
         sandbox_id = core.id("sbx")
@@ -76,6 +84,7 @@ class Sandboxes:
             sandbox_id=sandbox_id,
             tenant_id=caller.tenant_id,
             owner=caller.owner,
+            user_id=caller.user_id,
             runtime=choice.runtime,
             security_level=choice.security_level,
             template=guard.template,
@@ -119,50 +128,81 @@ class Sandboxes:
         view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
         return view, await self._core.store.history(sandbox_id)
 
-    async def delete(self, caller: Caller, sandbox_id: str, wait_s: float) -> SandboxView:
-        """End it; wins every race. Waits until it is terminated, at most `wait_s`. Repeated: the same answer."""
+    async def delete(self, caller: Caller, sandbox_id: str, wait_s: float, lease: str | None = None) -> SandboxView:
+        """End it; wins every race. Waits until it is terminated, at most `wait_s`. Repeated: the same answer.
+
+        With a `lease` it is the holder's end of it: `lease_lost` for a stale one. Without it is the tenant's, whoever has it.
+        """
         view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
         if view.sandbox.state == "terminated":
             return view
-        audit = AuditRecord(caller.tenant_id, caller.owner, "sandbox.deleted", sandbox_id, {})
+        audit = AuditRecord(caller.tenant_id, caller.actor, "sandbox.deleted", sandbox_id, {})
+        if lease is not None:
+            await self.leases.condemn(view, _parsed(lease), audit)
         return await self._lifecycle.destroy(sandbox_id, "deleted", audit, wait_s=wait_s)
 
     async def usable(self, caller: Caller, sandbox_id: str, lease: str | None = None) -> SandboxView:
         """The sandbox, with the caller's lease renewed; else why it cannot be used. `lease`: what `Corral-Lease` says."""
-        view = await self._alive(caller, sandbox_id, lease)
-        try:
-            await self._core.store.renew_lease(sandbox_id, caller.owner, fence_of(view), _ttl_ms(view))
-        except CorralError as error:
-            raise await self.met(error, sandbox_id) from error
+        for last in (False, True):
+            view, owner, ttl_ms = await self._held(caller, sandbox_id, lease)
+            try:
+                await self._core.store.renew_lease(sandbox_id, owner, fence_of(view), ttl_ms)
+            except CorralError as error:
+                if lease is None and error.code == "lease_lost" and not last:
+                    continue  # it has changed hands since we looked
+                raise await self.met(error, sandbox_id) from error
+            return view
+        raise AssertionError
+
+    async def readable(self, caller: Caller, sandbox_id: str) -> SandboxView:
+        """The sandbox, to look into it: needs no lease, and counts as activity of a caller that has the implicit one."""
+        view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
+        row, lease = view.sandbox, view.lease
+        if row.state in ENDING:
+            raise gone(view)
+        if row.state not in (*ALIVE, "idle", "reuse_checking", "recycling"):
+            raise _not_now(view)
+        if row.state in ALIVE and lease is not None and lease.lease_owner == caller.owner:
+            try:
+                await self._core.store.renew_lease(sandbox_id, caller.owner, fence_of(view), _ttl_ms(view))
+            except CorralError as error:
+                if error.code != "lease_lost":
+                    raise
         return view
 
     async def met(self, error: CorralError, sandbox_id: str) -> CorralError:
         """What a call met because the sandbox was ending under it is told by why the sandbox ends."""
         if error.code in ("lease_lost", "guest_lost", "sandbox_lost", "sandbox_deleted", "not_found", "infra_error"):
+            if error.code == "lease_lost":
+                await self.leases.heard(sandbox_id, error)
             view = await self._core.store.get_sandbox(sandbox_id, None)
             if view is not None and view.sandbox.state in ENDING:
                 return gone(view)
         return error
 
-    async def _alive(
+    async def _held(
         self, caller: Caller, sandbox_id: str, lease: str | None = None, *, latest: bool = False
-    ) -> SandboxView:
+    ) -> tuple[SandboxView, str, int]:
+        """(the sandbox, who of the caller's has it, how long that is extended for).
+
+        A caller that names no lease has the implicit one of its key: taken again if nobody has the sandbox.
+        """
         look = self._lifecycle.latest if latest else self._lifecycle.view
         view = await look(sandbox_id, caller.tenant_id)
-        row = view.sandbox
+        row, holder = view.sandbox, view.lease.lease_owner if view.lease is not None else None
         if row.state in ENDING:
             raise gone(view)
-        if row.state not in ALIVE:
-            raise CorralError("conflict", f"the sandbox {sandbox_id} is {row.state}", hint="try again in a moment")
         if lease is not None:
-            fence = fence_of(view)
-            try:
-                given = Fence.parse(lease)
-            except ValueError as error:
-                raise CorralError("invalid_value", "Corral-Lease is not <incarnation>.<lease_version>") from error
-            if given != fence:
-                raise CorralError("lease_lost", f"the lease {given} is not the current one", hint="look at it again")
-        return view
+            fence = _parsed(lease)
+            if fence != fence_of(view) or holder is None or key_of(holder) != caller.owner:
+                raise lease_lost(f"the lease {fence} is not the current one")
+            if row.state not in ALIVE:
+                raise _not_now(view)
+            return view, holder, ttl_of(view)
+        if row.state not in ALIVE or holder != caller.owner:
+            wish = Wish(None, _ttl_ms(view))
+            view = (await self.leases.acquire(caller, sandbox_id, wish)).view
+        return view, caller.owner, _ttl_ms(view)
 
     # -- execs -----------------------------------------------------------------------------------------------------------------
     async def start_exec(
@@ -180,7 +220,7 @@ class Sandboxes:
         core.check_open()
         request = parse_exec(document, core.host)
         self._languages.runner(request.language)
-        view = await self._alive(caller, sandbox_id, lease, latest=lease is None)
+        view, owner, ttl_ms = await self._held(caller, sandbox_id, lease, latest=lease is None)
         await self._languages.check_tools(request.language, view.sandbox.template_id)
         sandbox_limits, _ = read_limits(view.sandbox.limits)
         check_user(core.policy, view.sandbox.template_id, request.user)
@@ -196,16 +236,30 @@ class Sandboxes:
             spec=_stored(request, limits),
             created_at=core.now_ms(),
             attached=request.attached,
+            driver=core.worker,
         )
-        record, after = await self._lifecycle.exec_requested(
-            record,
-            view,
-            renew=(caller.owner, _ttl_ms(view)),
-            idempotency=idempotency,
-            tenant_id=caller.tenant_id,
-            any_fence=lease is None,
-        )
-        self.drive(record, view=after)
+        for last in (False, True):
+            try:
+                record, after = await self._lifecycle.exec_requested(
+                    record,
+                    view,
+                    renew=(owner, ttl_ms),
+                    idempotency=idempotency,
+                    tenant_id=caller.tenant_id,
+                    any_fence=lease is None,
+                )
+                break
+            except CorralError as error:
+                if error.code == "store_error":
+                    core.store_failed(error)
+                if last or error.code not in ("lease_lost", "illegal_transition"):
+                    raise
+            # It has changed hands or state since we looked.
+            view, owner, ttl_ms = await self._held(caller, sandbox_id, lease)
+            fence = fence_of(view)
+            record = replace(record, incarnation=fence.incarnation, lease_version=fence.token)
+        if after is not None or core.driver in (None, record.driver):
+            self.drive(record, view=after)
         if wait_s is None:
             wait_s = default_wait_s if request.wait_s is None else request.wait_s
         # A row of this very call has had no news yet: nothing ran between its commit and the listening.
@@ -222,6 +276,19 @@ class Sandboxes:
         self._driven[record.exec_id] = task
         task.add_done_callback(lambda _: self._left(record.exec_id))
 
+    def drives(self, key: str) -> bool:
+        """Whether `key` is an exec that this process looks after (one of a run too), or the sandbox of one."""
+        return self._execs.concerns(key)
+
+    def asked_to_end(self, exec_id: str, why: str) -> None:
+        """The exec's `cancel_requested` has been committed as `why`, wherever that was."""
+        self._execs.heard(exec_id, why)
+
+    def watched_elsewhere(self, record: ExecRecord) -> bool:
+        """Whether another worker has a client of it, or drives it and so judges itself; `record` as stored now."""
+        core = self._core
+        return core.driver is not None and (record.driver != core.worker or record.watched_until > core.store_ms())
+
     def _left(self, exec_id: str) -> None:
         self._driven.pop(exec_id, None)
         self._execs.forget(exec_id)
@@ -229,7 +296,9 @@ class Sandboxes:
     async def _drive(self, record: ExecRecord, known: SandboxView | None) -> None:
         core = self._core
         watch = Stopwatch("preparing")
-        view = known or await self._lifecycle.view(record.sandbox_id)
+        view = known
+        if view is None:
+            view = await core.endure(lambda: self._lifecycle.view(record.sandbox_id))
         _, modes = read_limits(view.sandbox.limits)
         request, limits = _read(record)
         instance_id = view.instance.instance_id if view.instance is not None else ""
@@ -262,6 +331,7 @@ class Sandboxes:
             into=os.path.join(core.artifacts, record.exec_id),
             watch=watch,
             mark=True,
+            ended=lambda verdict: self._still(record),
         )
         hint = None
         verdict = outcome.verdict
@@ -272,8 +342,16 @@ class Sandboxes:
         result["files"] = [file for file in result["files"] if not is_code(str(file["path"]))]
         if request.code is not None:
             await self._remove_code(record, view, request.user)
-        await self._lifecycle.exec_ended(record, outcome, result, known)
+        await core.endure(lambda: self._lifecycle.exec_ended(record, outcome, result, known))
         core.watchers.forget(record.exec_id)
+
+    async def _still(self, record: ExecRecord) -> None:
+        """`superseded` if this worker has been away and another drives the exec: its files are looked at once."""
+        core = self._core
+        if core.doubtful:
+            row = await core.endure(lambda: core.store.get_exec(record.exec_id, None))
+            if row is not None and row.driver != core.worker:
+                raise CorralError("superseded", f"{record.exec_id} is driven by {row.driver or 'nobody'} now")
 
     async def get_exec(self, caller: Caller, exec_id: str) -> ExecRecord:
         """The exec; a foreign or unknown id is `not_found`."""
@@ -347,28 +425,42 @@ class Sandboxes:
             return await file_blocks(os.path.join(self._core.artifacts, exec_id, inner))
         raise CorralError("not_found", f"the exec has no artifact {path[:200]!r}")
 
-    async def cancel_exec(self, caller: Caller, exec_id: str, why: str) -> ExecRecord:
-        """End it; answers when it has ended, at most 10 s later."""
+    async def cancel_exec(self, caller: Caller, exec_id: str, why: str, lease: str | None = None) -> ExecRecord:
+        """End it; answers when it has ended, at most 10 s later. Like the end of a sandbox: a stale `lease` ends nothing."""
         record = await self.get_exec(caller, exec_id)
+        if lease is not None:
+            await self._held(caller, record.sandbox_id, lease)
         if record.state in OPEN_EXEC:
             why = record.cancel_requested or why
             try:
                 changes = {"cancel_requested": why}
                 await self._core.store.update_exec(exec_id, expect_states=OPEN_EXEC, changes=changes)
                 self._execs.request_end(exec_id, why)
+                if record.driver != self._core.worker and self._core.wakes.others is not None:
+                    self._core.wakes.others((exec_id,))
             except CorralError as error:
                 if error.code != "conflict":
                     raise
         return await self.wait_exec(caller, exec_id, 10.0)
 
-    async def _running(self, caller: Caller, exec_id: str) -> ExecRecord:
+    async def _running(self, caller: Caller, exec_id: str, lease: str | None = None) -> tuple[ExecRecord, Fence]:
         record = await self.get_exec(caller, exec_id)
         if record.state not in OPEN_EXEC:
             raise CorralError("conflict", f"the exec has ended ({record.state})", retryable=False)
-        await self.usable(caller, record.sandbox_id)
-        return await self._execs.begun(exec_id) if record.state == "starting" else record
+        fence = fence_of(await self.usable(caller, record.sandbox_id, lease))
+        return (await self._execs.begun(exec_id) if record.state == "starting" else record), fence
 
-    async def signal_exec(self, caller: Caller, exec_id: str, document: Any) -> None:
+    async def _sent(self, work: Awaitable[T], exec_id: str) -> T:
+        """What the node says to an exec's input or signal; a fence that it refuses is told as every other."""
+        try:
+            return await work
+        except CorralError as error:
+            if error.code == "lease_lost":
+                record = await self._core.store.get_exec(exec_id, None)
+                raise (error if record is None else await self.met(error, record.sandbox_id)) from error
+            raise
+
+    async def signal_exec(self, caller: Caller, exec_id: str, document: Any, lease: str | None = None) -> None:
         """`{"signal": "TERM" | "SIGTERM" | 15}` to the whole exec."""
         given = document.get("signal") if isinstance(document, dict) else None
         if isinstance(given, str) and re.fullmatch(r"[A-Z0-9]{2,10}", given):
@@ -377,27 +469,37 @@ class Sandboxes:
             number = given if isinstance(given, int) and not isinstance(given, bool) else 0
         if not 1 <= number <= 64:
             raise CorralError("invalid_value", "signal is not a signal", field="/signal", hint="use TERM, INT, KILL, …")
-        await self._running(caller, exec_id)
-        await self._core.node.signal_exec(exec_id, number)
+        _, fence = await self._running(caller, exec_id, lease)
+        await self._sent(self._core.node.signal_exec(exec_id, number, fence=fence), exec_id)
 
-    async def resize_exec(self, caller: Caller, exec_id: str, document: Any) -> None:
+    async def resize_exec(self, caller: Caller, exec_id: str, document: Any, lease: str | None = None) -> None:
         """`{"rows", "cols"}` of the exec's terminal."""
         rows, cols = (document.get(n) if isinstance(document, dict) else None for n in ("rows", "cols"))
         for name, value in (("rows", rows), ("cols", cols)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
                 raise CorralError("invalid_value", f"{name} is not an integer from 1 to 65535", field=f"/{name}")
-        await self._running(caller, exec_id)
-        await self._core.node.resize_exec(exec_id, int(rows), int(cols))  # type: ignore[arg-type]
+        _, fence = await self._running(caller, exec_id, lease)
+        work = self._core.node.resize_exec(exec_id, int(rows), int(cols), fence=fence)  # type: ignore[arg-type]
+        await self._sent(work, exec_id)
 
-    async def stdin_exec(self, caller: Caller, exec_id: str, data: bytes, eof: bool, offset: int | None = None) -> bool:
+    async def stdin_exec(
+        self,
+        caller: Caller,
+        exec_id: str,
+        data: bytes,
+        eof: bool,
+        offset: int | None = None,
+        lease: str | None = None,
+    ) -> bool:
         """More input for an exec that was started with `stdin_open`; False when the program reads no more.
 
         `offset`: where `data` stands in all of the input. What has arrived already is skipped, so a call may be repeated.
         """
-        record = await self._running(caller, exec_id)
+        record, fence = await self._running(caller, exec_id, lease)
         ahead = len(_read(record)[0].stdin or b"")  # what came with the exec itself does not count for the caller
         try:
-            return await self._core.node.stdin_exec(exec_id, data, eof, None if offset is None else offset + ahead)
+            at = None if offset is None else offset + ahead
+            return await self._sent(self._core.node.stdin_exec(exec_id, data, eof, at, fence=fence), exec_id)
         except CorralError as error:
             if error.code == "illegal_transition":
                 return False  # it has ended since we looked
@@ -413,7 +515,7 @@ class Sandboxes:
     # -- files -----------------------------------------------------------------------------------------------------------------
     async def get_tar(self, caller: Caller, sandbox_id: str, path: str, user: str) -> AsyncIterator[bytes]:
         """A tar stream of a path inside."""
-        view = await self.usable(caller, sandbox_id)
+        view = await self.readable(caller, sandbox_id)
         check_user(self._core.policy, view.sandbox.template_id, user)
         return self._told(self._core.node.get_tar(instance_of(view), path, user), sandbox_id)
 
@@ -476,6 +578,21 @@ class Sandboxes:
             except (CorralError, TimeoutError) as error:
                 if getattr(error, "code", None) not in NOT_THERE:
                     self._core.log(f"{record.exec_id}: {path} stays: {error}")
+
+
+def _parsed(lease: str) -> Fence:
+    try:
+        return Fence.parse(lease)
+    except ValueError as error:
+        hint = "as the lease's document gives it"
+        raise CorralError("invalid_value", "Corral-Lease is not <incarnation>.<lease_version>", hint=hint) from error
+
+
+def _not_now(view: SandboxView) -> CorralError:
+    row = view.sandbox
+    if row.state in ("paused", "pausing", "resuming"):
+        return CorralError("sandbox_paused", f"the sandbox {row.sandbox_id} is {row.state}", hint="resume it first")
+    return CorralError("conflict", f"the sandbox {row.sandbox_id} is {row.state}", hint="try again in a moment")
 
 
 def _ttl_ms(view: SandboxView) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from corral.domain.grade import Check
@@ -18,9 +19,9 @@ from corral.services.executor import Executor
 from corral.services.lifecycle import Lifecycle
 from corral.services.sandboxes import LIVING_STATES, OPEN_EXEC, Sandboxes
 from corral.services.templates import Templates
+from corral.services.workers import MAKING, Workers
 
 Json = dict[str, Any]
-MAKING = ("requested", "planning", "allocating", "provisioning", "locking", "ready")
 PAGE = 500
 GC_WAIT_S = 60.0
 """What gc waits at most for the end of what it cancelled: a template that is being built is not cut short."""
@@ -39,6 +40,10 @@ class Upkeep:
         self._sandboxes = sandboxes
         self._documents = documents
         self.templates = Templates(core, self._living)
+        self.workers = Workers(core, lifecycle, executor, sandboxes)
+        leases = sandboxes.leases
+        self.workers.on_regression.append(leases.set_back)
+        self.workers.movers |= {"recycling": leases.interrupted, "reuse_checking": leases.interrupted}
         self._bases_looked_at_ms = core.now_ms()
         self._looking: asyncio.Task[None] | None = None
 
@@ -47,9 +52,14 @@ class Upkeep:
         """Bring what the store has open and what the node has alive together (the node has adopted its journal already).
 
         Every open run and exec is driven on: its row says how far it came, and the node knows whether its frame arrived. A sandbox
-        whose instance is gone is lost; one whose one-shot run has ended, or whose step 10 was cut short, is destroyed.
+        whose instance is gone is lost; one whose one-shot run has ended, or whose step 10 was cut short, is destroyed. Among other
+        workers only what none of them drives is taken.
         """
         core = self._core
+        await core.endure(self._sandboxes.leases.attach_node)
+        if not core.coordination.alone:
+            await self.workers.join()
+            return
         runs = await core.store.open_runs()
         views = await self._living()
         if not (runs or views):
@@ -79,6 +89,8 @@ class Upkeep:
             if row.sandbox_id not in wanted:
                 work = self._lifecycle.provide(self._lifecycle.wanted_of(view))
                 core.spawn(_quietly(work), f"{row.sandbox_id} take over")
+        elif here and row.state in ("recycling", "reuse_checking"):
+            core.spawn(self._sandboxes.leases.interrupted(view), f"{row.sandbox_id} take over", last=True)
         elif not here:
             core.spawn(self._lifecycle.lost(row.sandbox_id, "instance_gone"), f"{row.sandbox_id} lost", last=True)
 
@@ -105,23 +117,27 @@ class Upkeep:
     # -- loops -----------------------------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """The loops that run as long as the service does."""
+        if not self._core.coordination.alone:
+            self.workers.begin()
         self._core.spawn(self._watch_lost(), "lost instances")
         self._core.spawn(self._sweep(), "sweep")
 
     async def _watch_lost(self) -> None:
         while True:
-            instance_id = await self._core.node.lost()
+            instance_id = ""
             try:
-                await self.instance_lost(instance_id)
+                instance_id = await self._core.reach(self._core.node.lost)
+                await self._core.endure(partial(self.instance_lost, instance_id))
             except CorralError as error:  # the next take-over finds it; those that are lost later must be heard of too
                 self._core.log(f"{instance_id} lost: {error}")
+                self._core.check_open()
 
     async def instance_lost(self, instance_id: str) -> None:
         """The node says that an instance has ended by itself."""
         core = self._core
         for instance in await core.store.list_instances(core.node.node_id, states=("warming", "warm", "bound")):
             if instance.instance_id == instance_id and instance.sandbox_id is not None:
-                work = self._lifecycle.lost(instance.sandbox_id, "instance_gone")
+                work = core.endure(partial(self._lifecycle.lost, instance.sandbox_id, "instance_gone"))
                 core.spawn(work, f"{instance.sandbox_id} lost", last=True)
 
     async def _sweep(self) -> None:
@@ -129,8 +145,12 @@ class Upkeep:
             await asyncio.sleep(self._core.delays["sweep_s"])
             try:
                 await self.sweep()
+                self._core.store_works()
             except CorralError as error:
-                self._core.log(f"sweep: {error}")
+                if error.code == "store_error":
+                    self._core.store_failed(error)
+                else:
+                    self._core.log(f"sweep: {error}")
 
     async def sweep(self) -> None:
         """End what has outlived its TTL, and what was attached to a client that is gone."""
@@ -142,14 +162,18 @@ class Upkeep:
             if row.expires_at <= now and row.state not in ("sanitizing", "terminated"):
                 work = self._lifecycle.destroy(row.sandbox_id, "ttl", event="ttl")
                 core.spawn(work, f"{row.sandbox_id} ttl", last=True)
+        await self._sandboxes.leases.sweep()
         patience_s = core.delays["client_gone_s"]
         for run in self._executor.in_flight:
-            if run.attached and run.cancel_requested is None and core.watchers.alone_s(run.run_id) >= patience_s:
+            alone = run.attached and run.cancel_requested is None and core.watchers.alone_s(run.run_id) >= patience_s
+            if alone and await self._executor.deserted(run):
                 await self._executor.cancel(Caller(run.tenant_id, run.owner), run.run_id, "client_gone")
         # Not all open ones from the store: an exec's row holds its input, and this comes round every second.
         for exec_id in core.watchers.deserted(patience_s):
             record = await core.store.get_exec(exec_id, None)
             if record is not None and record.state in OPEN_EXEC and record.cancel_requested is None:
+                if self._sandboxes.watched_elsewhere(record):
+                    continue
                 view = await self._lifecycle.view(record.sandbox_id)
                 caller = Caller(view.sandbox.tenant_id)
                 core.spawn(self._sandboxes.cancel_exec(caller, record.exec_id, "client_gone"), record.exec_id)
@@ -170,10 +194,11 @@ class Upkeep:
             self._core.log(f"sweep of bases: {error}")
 
     # -- gc and doctor ---------------------------------------------------------------------------------------------------------
-    async def gc(self) -> Json:
+    async def gc(self, *, unknown: bool = False) -> Json:
         """End what clients that are gone left running, finish removals, have the node remove what nobody owns; -> counts.
 
         Owners may be short-lived, each too short to see that a client does not come back: this call stays until it knows.
+        `unknown`: also what a store that was set back to an earlier copy does not know; without it that is only listed.
         """
         core = self._core
         await self._end_abandoned()
@@ -190,13 +215,21 @@ class Upkeep:
             await core.node.instances()
         )  # before the store is asked: an instance has its row before the node hears of it
         known = await core.store.list_instances(core.node.node_id, states=("warming", "warm", "bound", "condemned"))
-        forgotten = 0  # the store was lost, its guests live on
-        for instance_id in set(here) - {instance.instance_id for instance in known}:
-            forgotten += await self._lifecycle.remove_instance(instance_id, "gc")
+        forgotten = 0  # made for somebody, and no row says for whom
+        if unknown or not await core.node.regressed():
+            for instance_id in set(here) - {instance.instance_id for instance in known}:
+                forgotten += await self._lifecycle.remove_instance(instance_id, "gc")
+            await core.node.regressed(forget=True)
         removed = await core.node.gc() | await self.templates.sweep()
         if forgotten:
             removed["instance"] = removed.get("instance", 0) + forgotten
-        return {"removed": removed, "sandboxes": finished, "leftovers": await core.node.leftovers()}
+        return {"removed": removed, "sandboxes": finished, "leftovers": await self._leftovers()}
+
+    async def _leftovers(self) -> list[Json]:
+        """What the node finds, and what lives there for nobody that the store knows, since it was set back."""
+        found = await self._core.node.leftovers()
+        unknown = await self._sandboxes.leases.unknown()
+        return found + [{"kind": "unknown_instance", "id": one, "instance_id": one} for one in unknown]
 
     async def _end_abandoned(self) -> None:
         """Cancel each attached run and exec for which no client comes within the grace, and wait for their ends (bounded)."""
@@ -214,13 +247,16 @@ class Upkeep:
 
     async def _end_run(self, run: RunRecord, patience_s: float) -> None:
         if run.cancel_requested is None:
-            if not await self._stays_alone(run.run_id, patience_s):
+            if not await self._stays_alone(run.run_id, patience_s) or not await self._executor.deserted(run):
                 return
             await self._executor.cancel(Caller(run.tenant_id, run.owner), run.run_id, "client_gone")
         await self._executor.over(run.run_id)
 
     async def _end_exec(self, record: ExecRecord, patience_s: float) -> None:
         if await self._stays_alone(record.exec_id, patience_s):
+            row = await self._core.store.get_exec(record.exec_id, None)
+            if row is None or self._sandboxes.watched_elsewhere(row):
+                return
             view = await self._lifecycle.view(record.sandbox_id)
             await self._sandboxes.cancel_exec(Caller(view.sandbox.tenant_id), record.exec_id, "client_gone")
 
@@ -260,7 +296,7 @@ class Upkeep:
         }
         if security:
             more["security"] = self._documents.security(runtimes, checks, core.unsafe)
-        return self._documents.doctor(runtimes, default, await core.node.host(), await core.node.leftovers(), more)
+        return self._documents.doctor(runtimes, default, await core.node.host(), await self._leftovers(), more)
 
 
 def _driven_by(record: ExecRecord, runs: list[RunRecord]) -> bool:

@@ -17,6 +17,7 @@ from corral.api.routes import Reply, Request, dispatch
 from corral.domain.policy import Policy
 from corral.domain.request import HostCaps
 from corral.domain.runner import Runner
+from corral.ports.coordination import Coordination
 from corral.services.control import Core, Services
 from corral.services.documents import Documents
 from corral.services.execs import Execs
@@ -51,7 +52,7 @@ class World:
     def now_ms(self) -> int:
         return time.time_ns() // 1_000_000 + self.offset_ms
 
-    async def start(self, **delays: float) -> Services:
+    async def start(self, coordination: Coordination | None = None, worker: str = "owner", **delays: float) -> Services:
         await self.store.open()
         core = Core(
             store=self.store,
@@ -63,7 +64,8 @@ class World:
             now_ms=self.now_ms,
             entropy=os.urandom,
             log=self.logged.append,
-            coordination=InProcess(),
+            coordination=coordination or InProcess(),
+            worker=worker,
             delays={**config.DELAYS, "sweep_s": 0.02, "client_gone_s": 0.2, "takeover_client_gone_s": 0.2, **delays},
         )
         execs = Execs(core)

@@ -418,7 +418,7 @@ async def test_a_fault_of_ours_ends_the_exec_and_everybody_who_waits_for_it(worl
 
 
 async def test_a_store_that_fails_for_a_moment_loses_no_end(world, monkeypatch):
-    monkeypatch.setattr("corral.services.executor.FINISH_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("corral.services.control.LOOK_AGAIN_S", (0.0, 0.0))
     finish, left = world.store.finish_run, [1, 1]
 
     async def failing(*arguments, **more):

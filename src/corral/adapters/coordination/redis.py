@@ -137,7 +137,9 @@ class RedisCoordination:
             began, why = self._epoch, "a call was not answered"
             try:
                 await self._connected(first)
-            except (*_failures(), ExceptionGroup) as error:
+            except ExceptionGroup as group:
+                why = _said(group)
+            except _failures() as error:
                 why = _said(error)
             if self._epoch != began:
                 attempt = 0
