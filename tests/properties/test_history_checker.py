@@ -163,6 +163,21 @@ def _taken_too_early(story: Story) -> None:
     story.acquire("b", "sbx_2", "ins_2", "1.3", ttl_ms=1000)
 
 
+def _made_again(story: Story) -> None:
+    story.note("node", "create", instance="ins_2", sandbox="sbx_2", fence="1.0")
+    story.note("node", "destroyed", instance="ins_2", sandbox="sbx_2", clean=True)
+    story.create("sbx_2", "ins_2")
+    story.acquire("a", "sbx_2", "ins_2", "1.2")
+
+
+def _renewed_by_its_use(story: Story) -> None:
+    story.acquire("a", "sbx_2", "ins_2", "1.2", ttl_ms=1000)
+    story.later(600)
+    story.exec("a", "sbx_2", "ins_2", "1.2")
+    story.later(600)
+    story.renew("a", "sbx_2", "1.2")
+
+
 def _renewed_and_taken(story: Story) -> None:
     story.acquire("a", "sbx_2", "ins_2", "1.2", ttl_ms=1000)
     story.later(900)
@@ -473,6 +488,8 @@ def _forgotten(story: Story) -> None:
     [
         _by_its_holder,
         _once_more,
+        _made_again,
+        _renewed_by_its_use,
         _killed_by_the_barrier,
         _refused_by_the_guest_after_the_barrier,
         _adopted,

@@ -239,8 +239,6 @@ class Client:
         generation = self._generation.get(slot, 0)
         key = f"{self._spec.plan.seed}-slot{slot}-{generation}"
         document = {"runtime": self._spec.runtime, "memory": "64M", "disk": "32M", "ttl_s": TTL_S}
-        if self._spec.leases:
-            document["session"] = f"slot{slot}"
         op = self._ask("create", key=key)
         told = self._line.call("POST", "/v1/sandboxes", document, headers={"Idempotency-Key": key}, wait_s=30)
         if told is None or not told.ok:
@@ -352,21 +350,24 @@ class Client:
 
     def _try_old(self, slot: int, sandbox: str, fence: str, owner: str) -> None:
         """All that a holder does, by one who may be none any more."""
-        self._renew(slot, sandbox, fence, owner, 1.0)
+        renewed = self._renew(slot, sandbox, fence, owner, 1.0)
         self._exec(slot, sandbox, fence, owner, 0)
         self._write(slot, sandbox, fence, owner)
+        if renewed is None or renewed.ok:
+            return  # it is theirs after all
         op = self._ask("delete", sandbox=sandbox, fence=fence, owner=owner)
         told = self._line.call("DELETE", f"/v1/sandboxes/{sandbox}?wait=20", headers={"Corral-Lease": fence}, wait_s=20)
         self._tell(op, told)
         if told is not None and told.ok:
             self._over(slot)
 
-    def _renew(self, slot: int, sandbox: str, fence: str, owner: str, ttl_s: float) -> None:
+    def _renew(self, slot: int, sandbox: str, fence: str, owner: str, ttl_s: float) -> Told | None:
         op = self._ask("renew", sandbox=sandbox, fence=fence, owner=owner)
         path, document = f"/v1/sandboxes/{sandbox}/renew", {"owner": owner, "ttl_s": ttl_s}
         told = self._line.call("POST", path, document, headers={"Corral-Lease": fence})
         self._tell(op, told, **({"ttl_ms": told.document["ttl_ms"]} if told is not None and told.ok else {}))
         self._look(slot, told)
+        return told
 
     def _exec(self, slot: int, sandbox: str, fence: str | None, owner: str, ticks: int) -> None:
         op = self._ask("exec", sandbox=sandbox, fence=fence, owner=owner)

@@ -109,16 +109,25 @@ def _lines_by_op(history: History) -> dict[str, list[Event]]:
 def dead_is_dead(history: History) -> Iterator[Violation]:
     lines = _lines_by_op(history)
     for instance, seen in _by_instance(history).items():
-        dead = next((event for event in seen if event.kind == "destroyed"), None)
-        if dead is None:
-            continue
+        dead: Event | None = None
         for event in seen:
             history.examined["dead-is-dead"] += 1
-            if event.kind in ("start", "fenced") and event.at > dead.at:
+            if event.kind == "create":  # what was cut short is undone, and made again under its name
+                dead = None
+            elif event.kind == "destroyed":
+                dead = event
+            elif event.kind in ("start", "started", "fenced") and dead is not None:
                 yield Violation("dead-is-dead", f"{event.kind} in {instance} after its end", (dead, event))
-            late = [line for line in lines.get(str(event.get("op")), ()) if line.at > dead.at]
-            if event.kind == "start" and late:
-                yield Violation("dead-is-dead", f"{event.get('op')} wrote after its instance's end", (dead, late[0]))
+        if dead is not None:
+            yield from _undead(dead, seen, lines)
+
+
+def _undead(dead: Event, seen: list[Event], lines: dict[str, list[Event]]) -> Iterator[Violation]:
+    """Programs of an instance that write after its last end."""
+    for start in seen:
+        late = [line for line in lines.get(str(start.get("op")), ()) if line.at > dead.at]
+        if start.kind == "start" and late:
+            yield Violation("dead-is-dead", f"{start.get('op')} wrote after its instance's end", (dead, late[0]))
 
 
 def code_once(history: History) -> Iterator[Violation]:

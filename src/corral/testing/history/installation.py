@@ -167,10 +167,7 @@ class Installation:
 
     def has_leases(self) -> bool:
         """Whether leases have owners here."""
-        status, told = self.call("GET", "/openapi.json")
-        if status != 200:
-            raise CorralError("infra_error", f"GET /openapi.json: {status} {told}", retryable=False)
-        return any(path.endswith("/attach") for path in told["paths"])
+        return self.call("POST", "/v1/sandboxes/sbx_none/attach", {})[0] == 422
 
     def remains(self) -> dict[str, list[str]]:
         """What the host still shows of sandboxes: directories, mounts, loop devices, processes that carry the token."""

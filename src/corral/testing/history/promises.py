@@ -122,21 +122,23 @@ def promise_kept(history: History) -> Iterator[Violation]:
 
 
 def expired_is_lost(history: History) -> Iterator[Violation]:
-    """By the latest moment at which the store may have counted from: when its answer had arrived."""
+    """By the latest moment at which the store may have counted from: when its answer had arrived. Each call of a holder renews."""
     for sandbox in history.sandboxes():
-        latest: dict[Fence, tuple[int, Event]] = {}
-        told = [call for call in history.called("acquire", "renew") if call.ok and call.sandbox == sandbox]
+        latest: dict[Fence, tuple[int, int, Event]] = {}
+        told = [call for call in history.called("acquire", *ACTS) if call.told is not None and call.sandbox == sandbox]
         for call in sorted(told, key=lambda call: call.asked.at):
-            assert call.told is not None and call.fence is not None
+            if call.told is None or call.fence is None or not call.ok:
+                continue
             history.examined["expired-is-lost"] += 1
-            expiry, shown = latest.get(call.fence, (0, call.told))
+            ttl, expiry, shown = latest.get(call.fence, (0, 0, call.told))
             if call.name == "renew" and shown is not call.told and call.asked.at > expiry:
                 late = (call.asked.at - expiry) / 1e6
                 what = f"{call.asked.get('owner')} renewed {sandbox} {late:.1f} ms after his lease had expired"
                 yield Violation("expired-is-lost", what, (shown, *call.events))
-            until = call.told.at + int(str(call.fact("ttl_ms"))) * 1_000_000
-            if until > expiry:
-                latest[call.fence] = (until, call.told)
+            given = call.told.get("ttl_ms")
+            ttl = ttl if given is None else max(ttl, int(given) * 1_000_000)
+            if call.told.at + ttl > expiry:
+                latest[call.fence] = (ttl, call.told.at + ttl, call.told)
 
 
 def no_stale_call(history: History) -> Iterator[Violation]:
