@@ -80,6 +80,9 @@ class Core:
     """A commit of ours had an unknown outcome: there may be rows that name this worker and that it does not drive."""
     store_lost: bool = False
     """The store did not answer last time."""
+    regressed_ms: int = 0
+    """When (by the store's clock) it was last found that the store had been set back. Runs made before are of a history that did not
+    happen: what became of them is not known here, so none that does not fly already is started."""
     _beat: tuple[float, int] | None = None
     """(monotonic seconds, the store's clock) of the last beat."""
 
@@ -96,6 +99,10 @@ class Core:
     def beaten(self, at: float, beat: Beat) -> None:
         """A beat that was begun at `at` (of the loop's clock) has been committed."""
         self._beat = (at, beat.now_ms)
+
+    def set_back(self) -> None:
+        """The store has turned out to be older than what was seen of it."""
+        self.regressed_ms = max(self.regressed_ms, self.store_ms())
 
     @property
     def doubtful(self) -> bool:

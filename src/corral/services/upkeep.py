@@ -19,7 +19,7 @@ from corral.services.executor import Executor
 from corral.services.lifecycle import Lifecycle
 from corral.services.sandboxes import LIVING_STATES, OPEN_EXEC, Sandboxes
 from corral.services.templates import Templates
-from corral.services.workers import MAKING, Workers
+from corral.services.workers import MAKING, RESTORED, Workers
 
 Json = dict[str, Any]
 PAGE = 500
@@ -70,7 +70,10 @@ class Upkeep:
         for view in views:
             self._adopt_sandbox(view, live, wanted)
         for run in runs:
-            self._executor.drive(run, grace_s)
+            if run.created_at <= core.regressed_ms:
+                await self._executor.give_up(run, RESTORED)
+            else:
+                self._executor.drive(run, grace_s)
         for record in await core.store.open_execs():
             if record.run_id is None:
                 self._sandboxes.drive(record, grace_s)

@@ -48,8 +48,8 @@ class Workers:
         self._count = 0
         """Beats that are in the store."""
         self._rows: list[WorkerRecord] = []
-        self._regressed_ms = 0
-        """Runs made before (by the store's clock) are of a history that did not happen: none of them may be started."""
+        self._regression_ms = 0
+        """Of `Core.regressed_ms`, what has been dealt with."""
         self._joined = False
         self.on_regression: list[Callable[[], Awaitable[Any]]] = []
         """Called when the store turns out to be an older copy, before anything that it holds is gone on with."""
@@ -128,8 +128,15 @@ class Workers:
         core.beaten(at, beat)
         self._rows, self._count = rows, self._count + 1
         if older or beat.last_event_id < self._high_water:
-            await self.regressed(beat.now_ms)
+            core.log("the store is older than it was: it was restored from a copy")
+            core.set_back()
+            for hook in self.on_regression:
+                await hook()
         self._high_water = beat.last_event_id
+        if core.regressed_ms > self._regression_ms:
+            at_ms = core.regressed_ms
+            await self.regressed()
+            self._regression_ms = at_ms
         for run_id, why in beat.runs.items():
             self._executor.asked_to_end(run_id, why)
         for exec_id, why in beat.execs.items():
@@ -150,7 +157,7 @@ class Workers:
             await self._find_own(grace_s)
 
     async def _drive(self, run: RunRecord, grace_s: float) -> None:
-        if run.created_at > self._regressed_ms:
+        if run.created_at > self._core.regressed_ms:
             self._executor.drive(run, grace_s)
         elif not self._executor.drives(run.run_id):
             await self._executor.give_up(run, RESTORED)
@@ -165,20 +172,12 @@ class Workers:
             if record.driver == core.worker and record.run_id is None:
                 self._sandboxes.drive(record, grace_s)
 
-    async def regressed(self, now_ms: int) -> None:
-        """The store is older than what has been seen of it: an older copy was restored under the running service.
-
-        Runs that it has open may have been ended in what is lost. Those that fly here go on; the others are never started again.
-        """
+    async def regressed(self) -> None:
+        """The store was set back: open runs in it may have been ended in what is lost. Those that fly here go on, the others end."""
         core = self._core
-        core.log(
-            "the store is older than it was: it was restored from a copy; open runs that nobody drives are not started"
-        )
-        self._regressed_ms = max(self._regressed_ms, now_ms)
-        for hook in self.on_regression:
-            await hook()
         for run in await core.store.open_runs():
-            if run.driver == core.worker and not self._executor.drives(run.run_id):
+            mine = run.driver == core.worker and not self._executor.drives(run.run_id)
+            if mine and run.created_at <= core.regressed_ms:
                 await self._executor.give_up(run, RESTORED)
 
     # -- the dead --------------------------------------------------------------------------------------------------------------

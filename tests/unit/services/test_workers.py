@@ -430,3 +430,23 @@ async def test_runs_of_an_older_copy_of_the_store_are_ended_and_never_started_ag
     await two.call("a", "POST", f"/v1/runs/{flying}/cancel")
     await finished(two, "a", flying)
     assert len(two.node.starts) == 2
+
+
+async def test_a_worker_that_starts_on_an_older_copy_starts_none_of_its_runs(two, until):
+    gate = two.node.create_gate = asyncio.Event()
+    old = (await two.call("a", "POST", "/v1/runs", PRINT, wait=0)).document["id"]
+    await until(lambda: two.node.creates)
+    tables = ("_runs", "_sandboxes", "_leases", "_instances", "_execs", "_commands", "_events", "_audit", "_workers")
+    copied = {name: copy.deepcopy(getattr(two.store, name)) for name in tables}
+    gate.set()
+    run = await finished(two, "b", old)
+    await until(lambda: _terminated(two, run["sandbox_id"]))
+    for name in ("a", "b"):
+        leaving = two.workers.pop(name)
+        await leaving.services.stop(1.0, hand_on=True)
+    for name, value in copied.items():
+        setattr(two.store, name, value)
+    await two.start("c")
+    run = await finished(two, "c", old)
+    assert (run["result"]["reason"], run["result"]["started"]) == ("infra_error", None)
+    assert len(two.node.starts) == 1
