@@ -537,11 +537,12 @@ def _configured(given: config.OciProgram, settings: config.Config, installation_
 
 
 def make_coordination(settings: config.Config, installation: str, log: Log) -> Coordination:
-    """How this process hears of the other workers of the installation; alone where the settings name none."""
+    """How this process hears of the other workers of the installation; alone where the settings do not name it."""
     if settings.worker is None or settings.redis_url is None:
         from corral.adapters.coordination.inprocess import InProcess
 
-        return InProcess()
+        # One replica has a name too, since its successor is there before it leaves.
+        return InProcess(alone=settings.worker is None)
     from corral.adapters.coordination.redis import RedisCoordination
 
     return RedisCoordination(settings.redis_url, installation, log)

@@ -1,4 +1,7 @@
-"""Coordination of a worker that has no others: the owner of a state directory. Nothing to install, nothing to lose."""
+"""Coordination of a worker that has no others to talk to: the owner of a state directory, or one replica without Redis.
+
+Nothing to install, nothing to lose.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ def _monotonic_ms() -> int:
 
 
 class InProcess:
-    """`corral.ports.coordination.Coordination` for one process."""
+    """`corral.ports.coordination.Coordination` for one process. Not `alone`: another may stand beside it for a while, unheard."""
 
     healthy = True
-    alone = True
 
-    def __init__(self, clock: Callable[[], int] = _monotonic_ms) -> None:
+    def __init__(self, clock: Callable[[], int] = _monotonic_ms, *, alone: bool = True) -> None:
+        self.alone = alone
         self._windows = Windows(clock)
 
     async def open(self, heard: Callable[[str], None], missed: Callable[[], None]) -> None:
