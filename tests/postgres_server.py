@@ -29,6 +29,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from corral.linux.process import ProcessRef, kill, ref_of
+
 PASSWORD = "pass:word/@%&?"  # every character that a URL must hide
 _LIMIT_S = 120.0
 
@@ -182,14 +184,23 @@ class PostgresServer:
         self.stop(how)
         self.start()
 
-    def freeze(self) -> None:
-        """SIGSTOP to the postmaster: connections are accepted by the kernel and never answered."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The server and all its processes stand still: connections are there, and nothing answers."""
+        stopped: list[ProcessRef] = []
+        try:
+            todo = [self.pid]
+            while todo:
+                if (process := ref_of(todo.pop())) is None:
+                    continue
+                kill(process, signal.SIGSTOP)  # itself first: a stopped one has no more children
+                stopped.append(process)
+                with contextlib.suppress(OSError):
+                    todo += map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+            yield
+        finally:
+            for process in stopped:
+                kill(process, signal.SIGCONT)
 
     def close(self) -> None:
         """Stop it and remove everything. Again: nothing."""

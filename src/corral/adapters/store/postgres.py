@@ -10,6 +10,7 @@ themselves.
 from __future__ import annotations
 
 import random
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,9 @@ _WRITE = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 _READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _AGAIN = ("40001", "40P01")
 _ATTEMPTS = 10
+_CONNECTIONS = 3
+# What a refused connection says has no code.
+_REFUSED = re.compile(r"password|role .* does not exist|database .* does not exist|pg_hba\.conf")
 
 
 class _PostgresTx:
@@ -62,7 +66,7 @@ def _translate(error: psycopg.Error, where: str) -> CorralError:
     state = error.sqlstate or ""
     if state == "23505":
         return conflict(f"it exists already ({told})")
-    if state in ("28P01", "28000", "3D000"):
+    if state in ("28P01", "28000", "3D000") or (not state and "FATAL" in told and _REFUSED.search(told)):
         return CorralError(
             "store_error",
             f"{where} refuses the connection: {told}",
@@ -114,7 +118,6 @@ class _Worker(StoreThread):
         attempt = 0
         while True:
             attempt += 1
-            fresh = self._session is None
             session = self._session = self._session or Session(self._url)
             try:
                 return self._once(session, work)
@@ -125,7 +128,7 @@ class _Worker(StoreThread):
                 if session.broken or isinstance(error, Unanswered):
                     self.disconnect()
                     # It may have broken long ago, while nobody looked. Nothing of it was committed.
-                    if fresh or isinstance(error, Unanswered):
+                    if attempt >= _CONNECTIONS or isinstance(error, Unanswered):
                         raise
                     continue
                 self._roll_back(session)

@@ -185,6 +185,7 @@ class Session:
         if len(self._prepared) > PREPARED:
             _, oldest = self._prepared.popitem(last=False)
             self._send(b"DEALLOCATE " + oldest, _QUIET)
+            self._leave()
         self._execute(text, (), [], [], _QUIET)
         if clock:
             self._execute(CLOCK, (), [], [], _CLOCK)
@@ -205,6 +206,9 @@ class Session:
     def leave(self) -> None:
         """End a transaction that has read, without waiting for the answer."""
         self._execute("COMMIT", (), [], [], _QUIET)
+        self._leave()
+
+    def _leave(self) -> None:
         self._pg.pipeline_sync()
         self._asked.clear()
         self._owed += 1
