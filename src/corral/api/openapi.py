@@ -16,6 +16,7 @@ from typing import Any
 from corral.api.calls import ANYBODY, MAX_WAIT_S, Route
 from corral.api.files import MAX_PAGE
 from corral.api.identity_schemas import SCHEMAS
+from corral.api.lease_schemas import SCHEMAS as LEASE_SCHEMAS
 from corral.api.routes import MAX_OFFSET, ROUTES
 from corral.api.schemas import FIELDS, IDENT, TEXT, ref, schemas
 from corral.domain.request import EXEC_FIELDS, RUN_FIELDS, SANDBOX_FIELDS
@@ -50,6 +51,7 @@ QUERY: dict[str, Json] = {
     "parents": _CHOICE_BOOL,
     "overwrite": _CHOICE_BOOL,
     "recursive": _CHOICE_BOOL,
+    "unknown": _CHOICE_BOOL,
     "tenant": {"type": "string", "description": "Whose, for a key with the scope admin; else one's own."},
 }
 SECURITY: Json = {
@@ -114,7 +116,17 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "GET /v1/sandboxes": Operation("List sandboxes, newest first", {200: "SandboxPage"}, ("limit", "after", "all")),
     f"GET {_BOX}": Operation("A sandbox, its instance and its history", {200: "SandboxDetail"}),
-    f"DELETE {_BOX}": Operation("End a sandbox", {200: "Sandbox", 202: "Sandbox"}, ("wait",)),
+    f"DELETE {_BOX}": Operation("End a sandbox", {200: "Sandbox", 202: "Sandbox"}, ("wait",), (LEASE,)),
+    f"POST {_BOX}/attach": Operation("Get a sandbox under a lease", {200: "Lease"}, (), (KEY,), "AttachRequest"),
+    f"POST {_BOX}/renew": Operation(
+        "Keep a lease", {200: "Lease"}, (), (LEASE,), "RenewRequest", body_needed=False
+    ),
+    f"POST {_BOX}/release": Operation(
+        "Give a lease back", {200: "Sandbox"}, (), (LEASE,), "ReleaseRequest", body_needed=False
+    ),
+    f"POST {_BOX}/pause": Operation("Stop all that runs in a sandbox for a while", {200: "Sandbox"}, (), (LEASE,)),
+    f"POST {_BOX}/resume": Operation("Let a paused sandbox go on", {200: "Sandbox"}, (), (LEASE,)),
+    "GET /v1/leases": Operation("Who has which sandbox", {200: "LeasePage"}, ("limit", "after")),
     f"POST {_BOX}/execs": Operation(
         "Start a program in a sandbox", {200: "Exec", 202: "Exec"}, ("wait", *RESULT_VIEW), (KEY, LEASE), "ExecRequest"
     ),
@@ -143,18 +155,20 @@ OPERATIONS: dict[str, Operation] = {
     f"GET {_EXEC}/stream": Operation("Follow an exec", {200: EVENTS}, ("cursor", "encoding"), ("Last-Event-ID",)),
     f"GET {_EXEC}/logs": Operation("Output as bytes", {200: BINARY}, ("stream", "follow")),
     f"GET {_EXEC}/artifacts/{{path:path}}": Operation("An artifact", {200: BINARY}),
-    f"POST {_EXEC}/cancel": Operation("End an exec with all that it started", {200: "Exec"}),
-    f"POST {_EXEC}/signal": Operation("Send a signal", {200: "Nothing"}, (), (), "SignalRequest"),
-    f"POST {_EXEC}/resize": Operation("Resize its terminal", {200: "Nothing"}, (), (), "ResizeRequest"),
+    f"POST {_EXEC}/cancel": Operation("End an exec with all that it started", {200: "Exec"}, (), (LEASE,)),
+    f"POST {_EXEC}/signal": Operation("Send a signal", {200: "Nothing"}, (), (LEASE,), "SignalRequest"),
+    f"POST {_EXEC}/resize": Operation("Resize its terminal", {200: "Nothing"}, (), (LEASE,), "ResizeRequest"),
     f"POST {_EXEC}/stdin": Operation(
         "More input; with an offset it may be repeated",
         {200: "Taken"},
         ("offset", "eof"),
-        (),
+        (LEASE,),
         BINARY,
         body_needed=False,
     ),
-    f"GET {_EXEC}/ws": Operation("A WebSocket: output, input, size, signals", {101: "Nothing"}, ("cursor",)),
+    f"GET {_EXEC}/ws": Operation(
+        "A WebSocket: output, input, size, signals", {101: "Nothing"}, ("cursor",), (LEASE,)
+    ),
     "GET /v1/templates": Operation("List templates, by name", {200: "TemplatePage"}),
     "POST /v1/templates": Operation(
         "Build a recipe of the operator", {200: "TemplateDetail", 202: "TemplateDetail"}, ("wait",), (), "BuildRequest"
@@ -183,7 +197,7 @@ OPERATIONS: dict[str, Operation] = {
     "POST /v1/keys/{key_id}/rotate": Operation(
         "Make a successor of a key", {201: "NewKey"}, (), (KEY,), "RotateRequest", body_needed=False
     ),
-    "POST /v1/gc": Operation("Remove what no sandbox owns", {200: "Garbage"}),
+    "POST /v1/gc": Operation("Remove what no sandbox owns", {200: "Garbage"}, ("unknown",)),
     "GET /v1/doctor": Operation("What this host can do", {200: "Doctor"}, ("fresh", "security")),
     "GET /openapi.json": Operation("This document", {200: "Nothing"}),
     "GET /healthz": Operation("The process answers", {200: "Status"}, open=True),
@@ -247,7 +261,7 @@ def document() -> Json:
         "security": [{"key": []}, {"token": []}],
         "paths": paths,
         "components": {
-            "schemas": {**schemas(), **SCHEMAS},
+            "schemas": {**schemas(), **SCHEMAS, **LEASE_SCHEMAS},
             "responses": {
                 "Problem": {
                     "description": "A refusal or a failure, with what to do about it",

@@ -16,7 +16,8 @@ RETRY_AFTER_S = 1
 
 def problem(error: CorralError) -> tuple[int, dict[str, Any], dict[str, str]]:
     """(status, RFC 9457 document, headers) of an error."""
-    headers = {"Retry-After": str(error.facts.get("retry_after_s", RETRY_AFTER_S))} if error.status in (429, 503) and error.retryable else {}
+    later = (error.status in (429, 503) and error.retryable) or "retry_after_s" in error.facts
+    headers = {"Retry-After": str(error.facts.get("retry_after_s", RETRY_AFTER_S))} if later else {}
     if error.code == "unauthorized":
         headers["WWW-Authenticate"] = "Bearer"
     if "allow" in error.facts:

@@ -11,8 +11,10 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
-from corral.api import files, sse, templates
+from corral.api import files, identity, leases, pausing, sse, templates
 from corral.api.calls import (
+    ANY_KEY,
+    ANYBODY,
     Reply,
     Request,
     Route,
@@ -27,11 +29,13 @@ from corral.api.calls import (
     until_stop,
 )
 from corral.api.problems import MAX_BODY, problem, read_body
+from corral.domain.identity import ADMIN, READ, RUN, check_may
 from corral.domain.quantities import shown
 from corral.domain.result import refusal
 from corral.errors import CorralError
+from corral.services import readiness
 from corral.services.control import Services
-from corral.services.events import StreamEvent
+from corral.services.events import Caller, StreamEvent
 
 __all__ = ["ROUTES", "Reply", "Request", "dispatch", "match"]
 
@@ -46,6 +50,7 @@ async def dispatch(services: Services, request: Request) -> Reply:
     """Find the route, run it; every error becomes a problem document."""
     try:
         route, parts = match(request.method, request.path)
+        check_scope(route, request.caller)
         if route.starts:
             services.core.check_accepting()
         return await route.handler(services, request, **parts)
@@ -58,6 +63,12 @@ async def dispatch(services: Services, request: Request) -> Reply:
             CorralError("infra_error", f"an unexpected {type(error).__name__} in the service", retryable=False)
         )
         return Reply(status, document, headers, media_type="application/problem+json")
+
+
+def check_scope(route: Route, caller: Caller) -> None:
+    """`forbidden` unless the caller's key has what the route needs; said before anything is looked for, so of any id alike."""
+    if route.needs not in (ANYBODY, ANY_KEY):
+        check_may(caller.scopes, route.needs)
 
 
 def match(method: str, path: str) -> tuple[Route, dict[str, str]]:
@@ -229,7 +240,8 @@ async def get_sandbox(services: Services, request: Request, sandbox_id: str) -> 
 
 
 async def delete_sandbox(services: Services, request: Request, sandbox_id: str) -> Reply:
-    view = await services.sandboxes.delete(request.caller, sandbox_id, seconds_of(request, "wait", DEFAULT_WAIT_S))
+    wait, lease = seconds_of(request, "wait", DEFAULT_WAIT_S), request.headers.get("corral-lease")
+    view = await services.sandboxes.delete(request.caller, sandbox_id, wait, lease)
     return Reply(200 if view.sandbox.state == "terminated" else 202, services.documents.sandbox(view))
 
 
@@ -305,25 +317,28 @@ async def exec_artifact(services: Services, request: Request, exec_id: str, path
 
 
 async def cancel_exec(services: Services, request: Request, exec_id: str) -> Reply:
-    record = await services.sandboxes.cancel_exec(request.caller, exec_id, "cancelled")
+    lease = request.headers.get("corral-lease")
+    record = await services.sandboxes.cancel_exec(request.caller, exec_id, "cancelled", lease)
     return Reply(200, await services.documents.exec(record))
 
 
 async def signal_exec(services: Services, request: Request, exec_id: str) -> Reply:
-    document = await document_of(request)
-    await services.sandboxes.signal_exec(request.caller, exec_id, document)
+    document, lease = await document_of(request), request.headers.get("corral-lease")
+    await services.sandboxes.signal_exec(request.caller, exec_id, document, lease)
     return Reply(200, {})
 
 
 async def resize_exec(services: Services, request: Request, exec_id: str) -> Reply:
-    await services.sandboxes.resize_exec(request.caller, exec_id, await document_of(request))
+    document, lease = await document_of(request), request.headers.get("corral-lease")
+    await services.sandboxes.resize_exec(request.caller, exec_id, document, lease)
     return Reply(200, {})
 
 
 async def stdin_exec(services: Services, request: Request, exec_id: str) -> Reply:
     data = await read_body(request.body, MAX_BODY)
     offset = integer_of(request, "offset", 0, 0, MAX_OFFSET) if "offset" in request.query else None
-    taken = await services.sandboxes.stdin_exec(request.caller, exec_id, data, flag_of(request, "eof"), offset)
+    lease = request.headers.get("corral-lease")
+    taken = await services.sandboxes.stdin_exec(request.caller, exec_id, data, flag_of(request, "eof"), offset, lease)
     return Reply(200, {"open": taken})
 
 
@@ -335,7 +350,7 @@ async def exec_socket(services: Services, request: Request, exec_id: str) -> Rep
 
 # -- the installation ----------------------------------------------------------------------------------------------------------
 async def collect_garbage(services: Services, request: Request) -> Reply:
-    return Reply(200, await services.upkeep.gc())
+    return Reply(200, await services.upkeep.gc(unknown=flag_of(request, "unknown")))
 
 
 async def doctor(services: Services, request: Request) -> Reply:
@@ -350,9 +365,13 @@ async def healthz(services: Services, request: Request) -> Reply:
 
 async def readyz(services: Services, request: Request) -> Reply:
     if services.core.draining:
-        return Reply(503, {"status": "stopping"}, {"Retry-After": "1"})
+        return Reply(503, {"status": "stopping", "missing": []}, {"Retry-After": "1"})
+    seen = await readiness.look(services.core)
+    more = {"missing": list(seen.missing), **({"warnings": list(seen.warnings)} if seen.warnings else {})}
+    if seen.missing:
+        return Reply(503, {"status": "not ready", **more}, {"Retry-After": "1"})
     default, _ = await services.upkeep.default_runtime()
-    return Reply(200 if default else 503, {"status": "ready" if default else "no runtime"})
+    return Reply(200 if default else 503, {"status": "ready" if default else "no runtime", **more})
 
 
 async def openapi(services: Services, request: Request) -> Reply:
@@ -395,14 +414,17 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/execs/{exec_id}/signal", signal_exec),
     Route("POST", "/v1/execs/{exec_id}/resize", resize_exec),
     Route("POST", "/v1/execs/{exec_id}/stdin", stdin_exec),
-    Route("GET", "/v1/execs/{exec_id}/ws", exec_socket),
-    Route("GET", "/v1/templates", templates.list_templates),
-    Route("POST", "/v1/templates", templates.build_template, starts=True),
-    Route("GET", "/v1/templates/{name}", templates.get_template),
-    Route("DELETE", "/v1/templates/{name}", templates.delete_template),
-    Route("POST", "/v1/gc", collect_garbage),
-    Route("GET", "/v1/doctor", doctor),
-    Route("GET", "/openapi.json", openapi),
-    Route("GET", "/healthz", healthz),
-    Route("GET", "/readyz", readyz),
+    Route("GET", "/v1/execs/{exec_id}/ws", exec_socket, scope=RUN),
+    Route("GET", "/v1/templates", templates.list_templates, scope=READ),
+    Route("POST", "/v1/templates", templates.build_template, starts=True, scope=ADMIN),
+    Route("GET", "/v1/templates/{name}", templates.get_template, scope=READ),
+    Route("DELETE", "/v1/templates/{name}", templates.delete_template, scope=ADMIN),
+    *identity.ROUTES,
+    *leases.ROUTES,
+    *pausing.ROUTES,
+    Route("POST", "/v1/gc", collect_garbage, scope=ADMIN),
+    Route("GET", "/v1/doctor", doctor, scope=ADMIN),
+    Route("GET", "/openapi.json", openapi, scope=ANY_KEY),
+    Route("GET", "/healthz", healthz, scope=ANYBODY),
+    Route("GET", "/readyz", readyz, scope=ANYBODY),
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from corral.api.lease_schemas import SHOWN as LEASE_SHOWN
 from corral.domain.facts import Usage
 from corral.domain.grade import LETTERS
 from corral.domain.limits import LIMIT_NAMES
@@ -256,6 +257,7 @@ def schemas() -> Json:
         "limits": {"type": "object", "additionalProperties": limit},
         "lease_version": {"type": "integer"},
         "incarnation": {"type": "integer"},
+        "lease": LEASE_SHOWN,
         "session": NULL_TEXT,
         "created_at": MOMENT,
         "expires_at": {"anyOf": [MOMENT, {"type": "null"}]},
@@ -499,7 +501,9 @@ def schemas() -> Json:
                 "leftovers": _list(leftover),
             }
         ),
-        "Status": _object({"status": TEXT}),
+        "Status": _object(
+            {"status": TEXT, "missing": _list(TEXT), "warnings": _list(TEXT)}, optional=("missing", "warnings")
+        ),
         "Nothing": {"type": "object"},
         "Problem": problem,
     }

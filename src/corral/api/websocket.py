@@ -217,6 +217,7 @@ class _Connection:
 
     async def _do(self, document: Json) -> None:
         sandboxes, caller = self._services.sandboxes, self._request.caller
+        lease = self._request.headers.get("corral-lease")
         match document["type"]:
             case "stdin":
                 offset, eof, data = document.get("offset"), document.get("eof", False), document["data"]
@@ -224,15 +225,15 @@ class _Connection:
                     raise CorralError("invalid_value", "offset is not a number of bytes", field="/offset")
                 if not isinstance(eof, bool):
                     raise CorralError("invalid_value", "eof is neither true nor false", field="/eof")
-                takes = await sandboxes.stdin_exec(caller, self._exec_id, data, eof, offset)
+                takes = await sandboxes.stdin_exec(caller, self._exec_id, data, eof, offset, lease)
                 end = None if offset is None else offset + len(data)
                 await self._say({"type": "taken", "bytes": len(data), "offset": end, "open": takes and not eof})
             case "resize":
-                await sandboxes.resize_exec(caller, self._exec_id, document)
+                await sandboxes.resize_exec(caller, self._exec_id, document, lease)
             case "signal":
-                await sandboxes.signal_exec(caller, self._exec_id, document)
+                await sandboxes.signal_exec(caller, self._exec_id, document, lease)
             case "cancel":
-                await sandboxes.cancel_exec(caller, self._exec_id, "cancelled")
+                await sandboxes.cancel_exec(caller, self._exec_id, "cancelled", lease)
             case "ping":
                 await self._say({"type": "pong"})
             case unknown:

@@ -2,7 +2,7 @@
 
 An *asker* is a key, with the owner that it names (None: the implicit lease of a caller that knows no leases). The answer is one of
 
-* `take`: nobody uses it, it becomes theirs; `take_over`: it is theirs already (their own implicit lease, themselves once more, or
+* `have`: a caller that knows no leases has it already; `take`: nobody uses it, it becomes theirs; `take_over`: it is theirs already (their own implicit lease, themselves once more, or
   what the store's past took from them), so what runs goes on; `enter`: it is idle, to be checked before it is theirs; `go_on`: that
   check was begun for them and is to be finished;
 * `expire`: the lease has run out, which is to be committed first, then ask again;
@@ -20,7 +20,7 @@ from corral.domain.records import LeaseRecord, SandboxRecord
 
 Contention = Literal["wait", "fork", "new", "fail"]
 CONTENTIONS: tuple[Contention, ...] = ("wait", "fork", "new", "fail")
-Kind = Literal["take", "take_over", "enter", "go_on", "expire", "join", "held", "unfit", "paused", "gone"]
+Kind = Literal["have", "take", "take_over", "enter", "go_on", "expire", "join", "held", "unfit", "paused", "gone"]
 JOINED = (
     "requested",
     "planning",
@@ -87,6 +87,10 @@ def decide(sandbox: SandboxRecord, lease: LeaseRecord, asker: Asker, now_ms: int
 
 def _in_use(sandbox: SandboxRecord, lease: LeaseRecord, asker: Asker, unfit: str | None) -> Choice:
     holder = lease.lease_owner
+    if asker.owner is None and holder == asker.name:
+        return Choice("have")
+    if sandbox.one_shot:
+        return Choice("unfit", why=unfit)
     own = holder in (asker.name, asker.key, REGRESSED, None)
     if own and unfit is None:
         return Choice("take_over", flags=("own",))
@@ -111,6 +115,8 @@ def misfit(sandbox: SandboxRecord, asker: Asker) -> str | None:
         return "it is another user's"
     if asker.session is not None and sandbox.session_id is not None and asker.session != sandbox.session_id:
         return "it belongs to another session"
+    if sandbox.one_shot:
+        return "it is a run's, and ends with it"
     return None
 
 

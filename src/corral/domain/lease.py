@@ -15,7 +15,7 @@ from corral.errors import CorralError
 SYSTEM = "system:"
 REGRESSED = SYSTEM + "store_regressed"
 """The owner after the store went backwards: nobody's work ended, so nothing of it is stopped, and its caller may go on."""
-BETWEEN = "/"
+BETWEEN = " "
 """Between the key and the owner that it names: no key has it in its name, so no owner can be written that is another key's."""
 MAX_OWNER = 200
 
@@ -30,7 +30,7 @@ def is_system(owner: str | None) -> bool:
 
 
 def owner_name(key: str, owner: str | None) -> str:
-    """What stands in the row: the key itself (the implicit lease of its callers), or `<key>/<owner>` for an owner that it names."""
+    """What stands in the row: the key itself (the implicit lease of its callers), or `<key> <owner>` for an owner that it names."""
     return key if owner is None else f"{key}{BETWEEN}{owner}"
 
 

@@ -24,6 +24,7 @@ from corral.node import files, leftovers, making, snapshots, witness
 from corral.node.body import Body
 from corral.node.execs import Exec
 from corral.node.filecalls import FileCalls
+from corral.node.floors import Floors
 from corral.node.interpreter import ensure_interpreter
 from corral.node.journal import ExecEntry, InstanceEntry, Journal
 from corral.node.pausing import Pausing
@@ -64,7 +65,7 @@ ENVIRONMENT = {
 """What every exec has unless its spec says otherwise."""
 
 
-class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing):
+class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing, Floors):
     """See `ports.node.Node`. No I/O before `open`."""
 
     def __init__(
@@ -468,7 +469,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing):
 
     def _check_fence(self, body: Body, fence: Fence) -> None:
         if fence < body.floor:
-            raise CorralError("lease_lost", f"fence {fence} is below {body.floor}")
+            raise CorralError("lease_lost", f"fence {fence} is below {body.floor}", floor=str(body.floor))
 
     async def fence(self, instance_id: str, fence: Fence, mode: Literal["kill", "adopt"]) -> None:
         body = self._living(instance_id)
@@ -482,7 +483,9 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing):
             return
         if older:
             await asyncio.gather(*(job.end("lease_lost") for job in older))
-        await (await body.client()).fence(fence, mode)
+        report = await (await body.client()).fence(fence, mode)
+        if mode == "kill" and not report["killed_all"]:
+            raise CorralError("infra_error", f"something in {instance_id} cannot be killed", retryable=False)
         self._note("fenced", instance_id, fence=fence, mode=mode)
 
     async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
@@ -645,10 +648,18 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing):
             raise CorralError("illegal_transition", f"exec {exec_id} has ended")
         return job
 
-    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool, offset: int | None = None) -> bool:
+    def _fence_of(self, job: Exec, fence: Fence | None) -> Fence:
+        if fence is not None:
+            self._check_fence(job.body, fence)
+        return fence or job.body.floor
+
+    async def stdin_exec(
+        self, exec_id: str, data: bytes, eof: bool, offset: int | None = None, *, fence: Fence | None = None
+    ) -> bool:
         job = self._job(exec_id)
+        under = self._fence_of(job, fence)
         client = await job.body.client()
-        giving = asyncio.ensure_future(client.stdin(exec_id, data, eof, fence=job.body.floor, offset=offset))
+        giving = asyncio.ensure_future(client.stdin(exec_id, data, eof, fence=under, offset=offset))
         try:
             # A guest need not say that the program reads no more; that it is over is known without it.
             either: set[asyncio.Future[Any]] = {giving, job.done}
@@ -658,15 +669,17 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing):
             giving.cancel()
             await asyncio.gather(giving, return_exceptions=True)
 
-    async def signal_exec(self, exec_id: str, signal: int) -> None:
+    async def signal_exec(self, exec_id: str, signal: int, *, fence: Fence | None = None) -> None:
         if not 1 <= signal <= 64:
             raise CorralError("invalid_value", f"not a signal: {signal}", field="/signal")
         job = self._job(exec_id)
-        await (await job.body.client()).signal(exec_id, signal, fence=job.body.floor)
+        under = self._fence_of(job, fence)
+        await (await job.body.client()).signal(exec_id, signal, fence=under)
 
-    async def resize_exec(self, exec_id: str, rows: int, cols: int) -> None:
+    async def resize_exec(self, exec_id: str, rows: int, cols: int, *, fence: Fence | None = None) -> None:
         job = self._job(exec_id)
-        await (await job.body.client()).resize(exec_id, rows, cols, fence=job.body.floor)
+        under = self._fence_of(job, fence)
+        await (await job.body.client()).resize(exec_id, rows, cols, fence=under)
 
     async def end_exec(self, exec_id: str, ended_by: str) -> None:
         job = self._execs.get(exec_id)

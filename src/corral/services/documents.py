@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from corral.domain.facts import StreamFacts
 from corral.domain.grade import Check, check_dict, grade_host, grade_runtime
+from corral.domain.lease import is_system, named
 from corral.domain.limits import LimitModes, Limits
 from corral.domain.records import EventRecord, ExecRecord, RunRecord, SandboxView
 from corral.domain.result import limits_document, stream_document
@@ -159,6 +160,7 @@ class Documents:
             "limits": limits_document(limits, modes),
             "lease_version": view.lease.lease_version if view.lease else 0,
             "incarnation": row.incarnation,
+            "lease": _lease(view),
             "session": row.session_id,
             "created_at": moment(row.created_at),
             "expires_at": moment(row.expires_at),
@@ -227,7 +229,7 @@ class Documents:
                     "reason": info.reason,
                     "security_level": info.security_level,
                     "version": info.version,
-                    "capabilities": info.capabilities,
+                    "capabilities": _capabilities(info),
                     "limits": info.limits.as_dict(),
                     "overshoot": dict(info.limits.overshoot),
                     "start_ms": info.start_ms,
@@ -246,6 +248,19 @@ class Documents:
         }
 
 
+def _lease(view: SandboxView) -> Json | None:
+    """Who has a sandbox."""
+    lease, row = view.lease, view.sandbox
+    if lease is None or lease.lease_owner is None or is_system(lease.lease_owner):
+        return None
+    return {
+        "owner": named(lease.lease_owner),
+        "lease": f"{row.incarnation}.{lease.lease_version}",
+        "acquired_at": moment(lease.acquired_at),
+        "expires_at": moment(lease.expires_at),
+    }
+
+
 def _add_view(document: Json, budget: int, output: bool) -> None:
     """The agent view beside the document; the full output is left out when it was not asked for."""
     from corral.domain.agent_view import agent_view  # its regular expressions cost start-up, few calls want them
@@ -255,3 +270,8 @@ def _add_view(document: Json, budget: int, output: bool) -> None:
     if not output:
         for name in ("stdout", "stderr"):
             result[name]["text"] = result[name]["base64"] = None
+
+
+def _capabilities(info: RuntimeInfo) -> Json:
+    """What is declared, and where it can pause by whom."""
+    return {**info.capabilities, "pause_by": info.pause_by if info.capabilities.get("pause") else None}

@@ -26,7 +26,7 @@ GONE = ("sandbox_deleted", "sandbox_lost", "not_found")
 
 
 class Files:
-    """Reads, changes and watches files. Every call renews the caller's lease; a call that changes something takes its fence."""
+    """Reads, changes and watches files. Reading needs no lease; a call that changes something renews it and takes its fence."""
 
     def __init__(self, core: Core, sandboxes: Sandboxes) -> None:
         self._core = core
@@ -36,6 +36,11 @@ class Files:
 
     async def _usable(self, caller: Caller, sandbox_id: str, user: str, lease: str | None = None) -> SandboxView:
         view = await self._sandboxes.usable(caller, sandbox_id, lease)
+        check_user(self._core.policy, view.sandbox.template_id, user)
+        return view
+
+    async def _readable(self, caller: Caller, sandbox_id: str, user: str) -> SandboxView:
+        view = await self._sandboxes.readable(caller, sandbox_id)
         check_user(self._core.policy, view.sandbox.template_id, user)
         return view
 
@@ -54,7 +59,7 @@ class Files:
     # -- reading ---------------------------------------------------------------------------------------------------------------
     async def stat(self, caller: Caller, sandbox_id: str, path: str, *, follow: bool, user: str) -> FileInfo:
         """One entry; of a link itself unless `follow`."""
-        view = await self._usable(caller, sandbox_id, user)
+        view = await self._readable(caller, sandbox_id, user)
         return await self._met(self._node.stat_file(instance_of(view), path, follow=follow, user=user), sandbox_id)
 
     async def page(
@@ -69,7 +74,7 @@ class Files:
         user: str,
     ) -> tuple[list[FileInfo], str | None]:
         """(entries in the order of the bytes of their paths, where the next page begins or None)."""
-        view = await self._usable(caller, sandbox_id, user)
+        view = await self._readable(caller, sandbox_id, user)
         begin = "" if after is None else _position(after)
         page = await self._met(
             self._node.list_files(instance_of(view), path, recursive=recursive, limit=limit, after=begin, user=user),
@@ -88,7 +93,7 @@ class Files:
         user: str,
     ) -> Reading:
         """Content, streamed; bytes `first` to `last`, or the last `last` ones without a `first`."""
-        view = await self._usable(caller, sandbox_id, user)
+        view = await self._readable(caller, sandbox_id, user)
         work = self._node.read_file(instance_of(view), path, first=first, last=last, user=user)
         return Reading(await self._met(work, sandbox_id), self, sandbox_id)
 
@@ -186,7 +191,7 @@ class Files:
     # -- watching --------------------------------------------------------------------------------------------------------------
     async def watch(self, caller: Caller, sandbox_id: str, path: str, *, recursive: bool, user: str) -> Watching:
         """`started`, then changes, then `ended` with a reason when the sandbox or what is watched is gone."""
-        view = await self._usable(caller, sandbox_id, user)
+        view = await self._readable(caller, sandbox_id, user)
         work = self._node.watch_files(instance_of(view), path, recursive=recursive, user=user)
         return Watching(await self._met(work, sandbox_id), self, sandbox_id, path)
 

@@ -56,6 +56,7 @@ ATTEMPTS = 2
 RETRIES = 8
 SEEN = 1024
 ENDING = ("sanitizing", "terminated", "lost")
+STANDING = ("pausing", "paused", "resuming")
 DESTROY_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 MARGIN_S = 60.0
 """How much later than its TTL an instance ends itself, if nobody does."""
@@ -198,7 +199,7 @@ class Lifecycle:
         view = plan.view
         row = view.sandbox
         step = decide(row.state, event, flags, remembered=row.remembered_state)
-        if not (step.changes_state or step.commands or step.lease or insert or changes or done):
+        if not (step.changes_state or step.commands or step.lease or step.taint or insert or changes or done):
             return
         transition, instance = self._transition(view, step, owner, ttl_ms, cause, dict(changes or {}), insert, ref)
         if gone is not None:
@@ -601,6 +602,8 @@ class Lifecycle:
                     view = await self.view(record.sandbox_id)
                     if view.sandbox.state in ENDING:
                         raise gone(view) from error
+                    if view.sandbox.state in STANDING:
+                        raise paused(view) from error
                     now = fence_of(view)
                     if any_fence and now != Fence(record.incarnation, record.lease_version):
                         record = replace(record, incarnation=now.incarnation, lease_version=now.token)
@@ -631,6 +634,9 @@ class Lifecycle:
                     else:
                         self.step(last, "kill_failed")
                         others = last
+                elif view.sandbox.state in STANDING and view.sandbox.remembered_state == "running":
+                    self.step(last, "exec_ended", metadata=metadata)
+                    self.step(others, "exec_ended", ["others_run"], metadata=metadata)
                 faults.point("transition.before")
                 try:
                     record = await core.store.end_exec(
@@ -673,6 +679,13 @@ class Lifecycle:
                     return await self.fire(view, "give_up", cause=why)
                 case "requested" | "planning" | "allocating" | "provisioning" | "failed":
                     return await self.fire(view, "destroy", cause=why)
+                case "resuming":
+                    lost = await self.fire(view, "resume_failed", cause=why, metadata={"evidence": why})
+                    return await self.fire(lost, "give_up", cause=why)
+                case "pausing":
+                    view = await self.fire(view, "pause_failed", cause=why)
+                    lost = await self.fire(view, "instance_gone", cause=why, metadata={"evidence": why})
+                    return await self.fire(lost, "give_up", cause=why)
                 case _:
                     lost = await self.fire(view, "instance_gone", cause=why, metadata={"evidence": why})
                     return await self.fire(lost, "give_up", cause=why)
@@ -781,6 +794,12 @@ def _hands(view: SandboxView, transition: Transition) -> Json:
     fence = Fence(incarnation, fence_of(view).token + 1)
     was = view.lease.lease_owner if view.lease is not None else None
     return {"owner": named(change.owner), "lease": str(fence), "was": named(was)}
+
+
+def paused(view: SandboxView) -> CorralError:
+    """Why a sandbox that is paused, or nearly so, cannot be used."""
+    row = view.sandbox
+    return CorralError("sandbox_paused", f"the sandbox {row.sandbox_id} is {row.state}", hint="resume it first")
 
 
 def gone(view: SandboxView) -> CorralError:

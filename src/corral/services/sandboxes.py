@@ -30,6 +30,7 @@ from corral.services.executor import ended_document
 from corral.services.languages import Languages, exec_directories, is_code
 from corral.services.leases import Leases, Wish, ttl_of
 from corral.services.lifecycle import ENDING, Lifecycle, Wanted, gone
+from corral.services.pausing import Pausing
 from corral.services.queue import judged
 
 Json = dict[str, Any]
@@ -60,6 +61,7 @@ class Sandboxes:
         self._languages = Languages(core)
         self._driven: dict[str, asyncio.Task[None]] = {}
         self.leases = Leases(core, lifecycle, execs)
+        self.pausing = Pausing(core, lifecycle)
 
     # -- sandboxes -------------------------------------------------------------------------------------------------------------
     async def create(self, caller: Caller, document: Json, idempotency: Idempotency | None) -> SandboxView:

@@ -44,6 +44,7 @@ class Upkeep:
         leases = sandboxes.leases
         self.workers.on_regression.append(leases.set_back)
         self.workers.movers |= {"recycling": leases.interrupted, "reuse_checking": leases.interrupted}
+        self.workers.movers |= dict.fromkeys(("pausing", "resuming"), sandboxes.pausing.bring_on)
         self._bases_looked_at_ms = core.now_ms()
         self._looking: asyncio.Task[None] | None = None
 
@@ -94,6 +95,8 @@ class Upkeep:
                 core.spawn(_quietly(work), f"{row.sandbox_id} take over")
         elif here and row.state in ("recycling", "reuse_checking"):
             core.spawn(self._sandboxes.leases.interrupted(view), f"{row.sandbox_id} take over", last=True)
+        elif here and row.state in ("pausing", "resuming"):
+            core.spawn(_quietly(self._sandboxes.pausing.bring_on(view)), f"{row.sandbox_id} take over", last=True)
         elif not here:
             core.spawn(self._lifecycle.lost(row.sandbox_id, "instance_gone"), f"{row.sandbox_id} lost", last=True)
 

@@ -46,6 +46,7 @@ def test_only_calls_that_begin_something_are_refused_while_draining() -> None:
     assert {route.pattern for route in ROUTES if route.starts} == {
         "/v1/runs",
         "/v1/sandboxes",
+        "/v1/sandboxes/{sandbox_id}/attach",
         "/v1/sandboxes/{sandbox_id}/execs",
         "/v1/templates",
     }

@@ -12,7 +12,17 @@ from corral.domain.fence import Fence
 from corral.domain.grade import Check
 from corral.domain.limits import LimitModes
 from corral.errors import CorralError
-from corral.ports.node import Chunk, Collected, CreateInstance, ExecSpec, Gap, HostFacts, InstanceReport
+from corral.ports.node import (
+    Chunk,
+    Collected,
+    CreateInstance,
+    ExecSpec,
+    FileInfo,
+    FilePage,
+    Gap,
+    HostFacts,
+    InstanceReport,
+)
 from corral.ports.runtime import Evidence, RuntimeInfo, Stats
 
 MODES = LimitModes(
@@ -59,7 +69,14 @@ class FakeNode:
 
     def __init__(self) -> None:
         self.live: dict[str, CreateInstance] = {}
-        self.floors: dict[str, Fence] = {}
+        self.floor_of: dict[str, Fence] = {}
+        self.fenced: list[tuple[str, Fence, str]] = []
+        self.fence_gate: asyncio.Event | None = None
+        self.fence_error: CorralError | None = None
+        self.event_id = 0
+        self.set_back = 0
+        self.tmp: dict[str, list[str]] = {}
+        """Paths that soft resets find."""
         self.execs: dict[str, FakeExec] = {}
         self.starts: list[str] = []
         self.creates: list[str] = []
@@ -153,12 +170,34 @@ class FakeNode:
     def _check(self, instance_id: str, fence: Fence) -> None:
         if instance_id not in self.live:
             raise CorralError("not_found", f"no instance {instance_id}")
-        if fence < self.floors.get(instance_id, fence):
-            raise CorralError("lease_lost", "an older fence")
+        if fence < self.floor_of.get(instance_id, fence):
+            raise CorralError("lease_lost", "an older fence", floor=str(self.floor_of[instance_id]))
 
     async def fence(self, instance_id: str, fence: Fence, mode: Literal["kill", "adopt"]) -> None:
         self._check(instance_id, fence)
-        self.floors[instance_id] = fence
+        self.floor_of[instance_id] = fence
+        self.fenced.append((instance_id, fence, mode))
+        if self.fence_gate is not None:
+            await self.fence_gate.wait()
+        if self.fence_error is not None:
+            raise self.fence_error
+
+    async def floors(self) -> list[tuple[str, str, Fence]]:
+        return [(key, made.sandbox_id, self.floor_of.get(key, made.fence)) for key, made in self.live.items()]
+
+    async def remember_event(self, event_id: int, *, accept: bool = False) -> int:
+        if accept and event_id < self.event_id:
+            self.set_back = self.event_id
+        self.event_id = event_id if accept else max(event_id, self.event_id)
+        return self.event_id
+
+    async def regressed(self, *, forget: bool = False) -> int:
+        known, self.set_back = self.set_back, 0 if forget else self.set_back
+        return known
+
+    async def list_files(self, instance_id: str, path: str, **_: Any) -> FilePage:
+        found = [name for name in self.tmp.get(instance_id, []) if name.startswith(path + "/")]
+        return FilePage(tuple(FileInfo(name, "file", 1, 0o644, 1000, 1000, 0, 1) for name in found), None)
 
     async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
         self._check(instance_id, fence)
@@ -212,6 +251,9 @@ class FakeNode:
         self, instance_id: str, fence: Fence, path: str, *, recursive: bool, user: str = "sandbox"
     ) -> None:
         self.removed.append((path, user))
+        if path in self.tmp.get(instance_id, []):
+            self._check(instance_id, fence)
+            self.tmp[instance_id].remove(path)
         if self.remove_error is not None:
             raise self.remove_error
 
@@ -248,14 +290,16 @@ class FakeNode:
             await made.changed.wait()
         return made.facts
 
-    async def stdin_exec(self, exec_id: str, data: bytes, eof: bool, offset: int | None = None) -> bool:
+    async def stdin_exec(
+        self, exec_id: str, data: bytes, eof: bool, offset: int | None = None, *, fence: Fence | None = None
+    ) -> bool:
         self._exec(exec_id).emit(data)
         return True
 
-    async def signal_exec(self, exec_id: str, signal: int) -> None:
+    async def signal_exec(self, exec_id: str, signal: int, *, fence: Fence | None = None) -> None:
         self._exec(exec_id).end(ExecFacts(True, signal=signal))
 
-    async def resize_exec(self, exec_id: str, rows: int, cols: int) -> None:
+    async def resize_exec(self, exec_id: str, rows: int, cols: int, *, fence: Fence | None = None) -> None:
         self._exec(exec_id)
 
     async def end_exec(self, exec_id: str, ended_by: str) -> None:

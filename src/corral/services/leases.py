@@ -1,0 +1,592 @@
+"""Leases of sandboxes: who has one, for how long, and how it changes hands. Decisions are in `domain.contention` and the table.
+
+Taking over is a state: the store issues the token, the node journals it as its floor, the guest acknowledges it; by then nothing of an
+older fence acts any more, and only then the lease is reported. A lease that ends is settled: what ran is ended, what is temporary is
+removed, and if that shows clean the sandbox is idle; anything else is its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from corral import faults
+from corral.domain import contention
+from corral.domain.contention import Asker, Choice
+from corral.domain.fence import Fence
+from corral.domain.lease import BETWEEN, is_system, key_of, named, owner_name
+from corral.domain.lease import lost as lease_lost
+from corral.domain.records import AuditRecord, LeaseRecord, SandboxView
+from corral.errors import CorralError
+from corral.ports.leases import Renewal, Seen
+from corral.services.control import Core
+from corral.services.events import Caller
+from corral.services.execs import Execs, fence_of, instance_of
+from corral.services.lifecycle import Lifecycle, Plan, gone
+
+Json = dict[str, Any]
+JOIN_S = 30.0
+"""How long a call waits at least for a transition that ends by itself."""
+SETTLE_S = 45.0
+"""Less than the claim of a command row, so that nobody takes a settling for interrupted that is under way."""
+EXECS_S = 10.0
+TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm", "/run/user")  # noqa: S108 - inside the sandbox
+"""What no owner leaves to the next."""
+MOST = 100_000
+"""Entries in one of these beyond which the sandbox is not worth its cleaning."""
+RETRIES = 16
+USERS = ("sandbox", "root")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What an asker wants: see `POST /v1/sandboxes/{id}/attach`. `owner` None: the implicit lease."""
+
+    owner: str | None
+    ttl_ms: int
+    contention: str | None = None
+    wait_s: float = 30.0
+    session: str | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A lease as its holder hears of it; `left_ms` counts from the store's commit, so never from before the request was sent."""
+
+    view: SandboxView
+    lease: LeaseRecord
+    left_ms: int
+
+    @property
+    def fence(self) -> Fence:
+        return Fence(self.view.sandbox.incarnation, self.lease.lease_version)
+
+
+def held_by_another(sandbox_id: str, until_ms: int | None, now_ms: int) -> CorralError:
+    """`lease_held`, with when to try again."""
+    left_s = 1 if until_ms is None else max(1, min(60, math.ceil((until_ms - now_ms) / 1000)))
+    hint = "wait for its end (contention=wait), or make a sandbox like it (contention=new)"
+    return CorralError("lease_held", f"another owner has the sandbox {sandbox_id}", hint=hint, retry_after_s=left_s)
+
+
+class Leases:
+    """See the module docstring."""
+
+    def __init__(self, core: Core, lifecycle: Lifecycle, execs: Execs) -> None:
+        self._core = core
+        self._lifecycle = lifecycle
+        self._execs = execs
+        self._settling: dict[str, asyncio.Task[None]] = {}
+        self._renewals: list[tuple[Renewal, asyncio.Future[tuple[int, LeaseRecord]]]] = []
+        self._renewing = False
+        self._recent: dict[tuple[str, str], asyncio.Task[Held]] = {}
+        lifecycle.on_recycling = self.settle_later
+
+    # -- acquire ---------------------------------------------------------------------------------------------------------------
+    async def attach(self, caller: Caller, sandbox_id: str, wish: Wish, key: str | None = None) -> Held:
+        """`acquire`; asked for again under the same key, such as after a broken connection, it is the same lease."""
+        if key is None:
+            return await self.acquire(caller, sandbox_id, wish)
+        name = (caller.tenant_id, f"{sandbox_id} {key} {wish}")
+        task = self._recent.get(name)
+        if task is None:
+            task = self._recent[name] = self._core.spawn(self.acquire(caller, sandbox_id, wish), f"{sandbox_id} attach")
+            if len(self._recent) > 1000:
+                del self._recent[next(iter(self._recent))]
+        try:
+            held = await asyncio.shield(task)
+        except BaseException:
+            self._recent.pop(name, None)
+            raise
+        return held
+
+    async def acquire(self, caller: Caller, sandbox_id: str, wish: Wish) -> Held:
+        """The sandbox under a lease of the asker, from whatever state it is in. See `domain.contention` for who gets it."""
+        core = self._core
+        asker = Asker(caller.owner, wish.owner, wish.session, caller.user_id)
+        loop = asyncio.get_running_loop()
+        begun, races = loop.time(), 0
+        with core.wakes.listen(sandbox_id) as woken:
+            while True:
+                core.check_open()
+                woken.look()
+                seen = await self._seen(sandbox_id, caller.tenant_id)
+                view, lease = seen.view, _lease(seen.view)
+                choice = contention.decide(view.sandbox, lease, asker, seen.now_ms)
+                wanted = contention.contention_of(wish.contention, view.sandbox, asker)
+                match choice.kind:
+                    case "have":
+                        return Held(view, lease, max(0, lease.expires_at - seen.now_ms))
+                    case "gone":
+                        raise gone(view)
+                    case "paused":
+                        raise CorralError(
+                            "sandbox_paused", f"the sandbox {sandbox_id} is paused", hint="resume it first"
+                        )
+                    case "unfit" | "held" if wanted == "new":
+                        return await self._another(caller, view, wish)
+                    case "unfit":
+                        hint = "make a sandbox of your own (contention=new)"
+                        why = f"the sandbox {sandbox_id} cannot be used: {choice.why}"
+                        raise CorralError("conflict", why, hint=hint, retryable=False)
+                    case "held" if wanted == "fork":
+                        detail = "this version does not fork a sandbox that another owner has"
+                        raise CorralError("not_supported_yet", detail, hint="new, wait or fail", field="/contention")
+                    case "held" | "join":
+                        # The end of a transition is waited for by everybody: it comes by itself.
+                        patience_s = wish.wait_s if wanted == "wait" else 0.0
+                        if choice.kind == "join":
+                            patience_s = max(patience_s, JOIN_S)
+                        left_s = begun + patience_s - loop.time()
+                        if left_s <= 0:
+                            raise held_by_another(sandbox_id, choice.until_ms, seen.now_ms)
+                        if choice.until_ms is not None:
+                            left_s = min(left_s, max(0.0, (choice.until_ms - seen.now_ms) / 1000) + 0.005)
+                        await woken.wait(left_s)
+                        continue
+                try:
+                    if choice.kind != "expire":
+                        return await self._take(view, choice, asker, wish)
+                    await self.expire(view)
+                except CorralError as error:
+                    races += 1
+                    if error.code != "conflict" or races > RETRIES or error.retryable is False:
+                        raise
+
+    async def _seen(self, sandbox_id: str, tenant_id: str | None) -> Seen:
+        seen = await self._core.store.see_sandbox(sandbox_id, tenant_id)
+        if seen is None:
+            hint = "corral sandbox ls --all lists them"
+            raise CorralError("not_found", f"there is no sandbox {sandbox_id[:64]}", hint=hint)
+        return seen
+
+    async def _take(self, view: SandboxView, choice: Choice, asker: Asker, wish: Wish) -> Held:
+        lifecycle, sandbox_id = self._lifecycle, view.sandbox.sandbox_id
+        if choice.kind != "go_on":
+            changes = None
+            if wish.session is not None and view.sandbox.session_id is None:
+                changes = {"session_id": wish.session}  # from now on it is that session's
+            plan = Plan(view)
+            lifecycle.step(
+                plan, "acquire", choice.flags, owner=asker.name, ttl_ms=wish.ttl_ms, changes=changes, cause="acquire"
+            )
+            faults.point("lease.taken.before")
+            view = await lifecycle.commit(plan)
+            faults.point("lease.taken")
+        await self._barrier(view, "adopt" if choice.kind == "take_over" else "kill")
+        faults.point("lease.fenced")
+        if view.sandbox.state == "reuse_checking":
+            plan = Plan(view)
+            lifecycle.step(plan, "verdict_reuse", done=(lifecycle.finishing(("fence", "fence_adopt"), {"ok": True}),))
+            view = await lifecycle.commit(plan)
+        else:
+            fence = lifecycle.done(sandbox_id, ("fence", "fence_adopt"), {"ok": True}, token=fence_of(view).token)
+            self._core.spawn(fence, f"{sandbox_id} fenced")
+        lease = _lease(view)
+        return Held(view, lease, max(0, lease.expires_at - lease.heartbeat_at))
+
+    async def _barrier(self, view: SandboxView, mode: Any) -> None:
+        """Node and guest know the fence; `conflict` when they know a newer one: look again."""
+        sandbox_id = view.sandbox.sandbox_id
+        try:
+            await self._core.node.fence(instance_of(view), fence_of(view), mode)
+        except CorralError as error:
+            if error.code == "lease_lost":
+                await self.heard(sandbox_id, error)
+                raise CorralError("conflict", f"the sandbox {sandbox_id} has been taken over meanwhile") from error
+            if error.code in ("sandbox_lost", "guest_lost", "not_found"):
+                if view.sandbox.state == "reuse_checking":
+                    await self._lifecycle.fire(view, "probe_failed", cause="probe_failed")
+                self._core.spawn(self._lifecycle.lost(sandbox_id, "instance_gone"), f"{sandbox_id} lost", last=True)
+                raise CorralError(
+                    "sandbox_lost", f"the sandbox {sandbox_id} is lost", hint="create a new one"
+                ) from error
+            raise
+
+    async def _another(self, caller: Caller, view: SandboxView, wish: Wish) -> Held:
+        """A new sandbox like it, for the asker."""
+        core = self._core
+        core.check_accepting()
+        wanted = replace(self._lifecycle.wanted_of(view), sandbox_id=core.id("sbx"), owner=caller.owner, one_shot=False)
+        made, _ = await self._lifecycle.begin(wanted)
+        await self._lifecycle.provide(wanted, made)
+        return await self.acquire(caller, wanted.sandbox_id, replace(wish, contention="fail"))
+
+    # -- renew and release -----------------------------------------------------------------------------------------------------
+    async def renew(self, caller: Caller, sandbox_id: str, fence: Fence, owner: str | None, ttl_ms: int | None) -> Held:
+        """The committed expiry of the holder's lease, extended when it is due; `lease_lost` once it has expired, for ever."""
+        seen = await self._seen(sandbox_id, caller.tenant_id)
+        self._check_ours(seen.view, caller, fence, owner)
+        lease = _lease(seen.view)
+        name = str(lease.lease_owner)
+        try:
+            now, lease = await self.extend(Renewal(sandbox_id, name, fence, ttl_ms or ttl_of(seen.view)))
+        except CorralError as error:
+            raise await self.ending(error, sandbox_id) from error
+        return Held(seen.view, lease, max(0, lease.expires_at - now))
+
+    @staticmethod
+    def _check_ours(view: SandboxView, caller: Caller, fence: Fence, owner: str | None) -> None:
+        if view.sandbox.state in contention.OVER:
+            raise gone(view)
+        holder = _lease(view).lease_owner
+        if fence != fence_of(view) or holder is None or is_system(holder):
+            raise lease_lost(f"the lease {fence} is not the current one")
+        if key_of(holder) != caller.owner or (owner is not None and holder != owner_name(caller.owner, owner)):
+            raise lease_lost("another owner has taken the sandbox")
+
+    async def extend(self, renewal: Renewal) -> tuple[int, LeaseRecord]:
+        """(the store's clock, the lease). What is asked for while one batch is being written goes with the next."""
+        future: asyncio.Future[tuple[int, LeaseRecord]] = asyncio.get_running_loop().create_future()
+        self._renewals.append((renewal, future))
+        if not self._renewing:
+            self._renewing = True
+            self._core.spawn(self._renew_all(), "renewals")
+        return await future
+
+    async def _renew_all(self) -> None:
+        batch: list[tuple[Renewal, asyncio.Future[tuple[int, LeaseRecord]]]] = []
+        try:
+            while self._renewals:
+                batch, self._renewals = self._renewals, []
+                try:
+                    now, answers = await self._core.store.renew_leases([renewal for renewal, _ in batch])
+                except CorralError as error:
+                    now, answers = 0, [error] * len(batch)
+                for (_, future), answer in zip(batch, answers, strict=True):
+                    if future.done():
+                        continue
+                    if isinstance(answer, CorralError):
+                        future.set_exception(answer)
+                    else:
+                        future.set_result((now, answer))
+        finally:
+            self._renewing = False
+            for _, future in [*batch, *self._renewals]:
+                future.cancel()
+
+    async def release(
+        self, caller: Caller, sandbox_id: str, fence: Fence, owner: str | None, *, keep: bool = False
+    ) -> SandboxView:
+        """Give it back: what ran is ended and the sandbox settled, beside the caller. Again: the same answer.
+
+        `keep`: execs that no client is attached to go on under the system; the sandbox is settled after the last one.
+        """
+
+        async def attempt(view: SandboxView) -> SandboxView:
+            holder = _lease(view).lease_owner
+            if holder == "system:released" and fence_of(view) == Fence(fence.incarnation, fence.token + 1):
+                return view
+            self._check_ours(view, caller, fence, owner)
+            return await self._end(view, "release", "released", fence, keep=keep)
+
+        try:
+            view = await self._lifecycle.view(sandbox_id, caller.tenant_id)
+            return await self._lifecycle.retrying(sandbox_id, attempt, view)
+        except CorralError as error:
+            raise await self.ending(error, sandbox_id) from error
+
+    async def expire(self, view: SandboxView) -> SandboxView:
+        """Commit that the lease has run out; `conflict` unless it has, by the store's clock."""
+        return await self._end(view, "lease_expired", "lease_expired", fence_of(view), only_expired=True)
+
+    async def _end(
+        self,
+        view: SandboxView,
+        event: str,
+        cause: str,
+        fence: Fence,
+        *,
+        only_expired: bool = False,
+        keep: bool = False,
+    ) -> SandboxView:
+        sandbox_id, flags, attached = view.sandbox.sandbox_id, [], []
+        if keep and view.sandbox.state == "running":
+            execs = await self._core.store.open_execs(sandbox_id)
+            attached = [record for record in execs if record.attached]
+            if len(attached) < len(execs):
+                flags.append("detached_execs")
+        plan = Plan(view)
+        self._lifecycle.step(plan, event, flags, cause=cause)
+        [step] = plan.transitions
+        assert step.lease is not None
+        plan.transitions[0] = replace(step, expect_fence=fence, lease=replace(step.lease, if_expired=only_expired))
+        after = await self._lifecycle.commit(plan)
+        if after.sandbox.state == "recycling":
+            self.settle_later(sandbox_id)
+        elif after.sandbox.state == "running":
+            for record in attached:
+                changes = {"cancel_requested": record.cancel_requested or "lease_lost"}
+                await self._core.store.update_exec(
+                    record.exec_id, expect_states=("starting", "running"), changes=changes
+                )
+                self._execs.request_end(record.exec_id, changes["cancel_requested"])
+            await self._barrier(after, "adopt")
+        return after
+
+    async def condemn(self, view: SandboxView, fence: Fence, audit: AuditRecord) -> None:
+        """The holder's own end of the sandbox, committed only while `fence` is the current one: a stale holder ends nothing."""
+
+        async def attempt(seen: SandboxView) -> SandboxView:
+            if seen.sandbox.state in ("sanitizing", "terminated"):
+                return seen
+            plan = Plan(seen)
+            self._lifecycle.step(plan, "destroy", cause="deleted", metadata={"cause": "deleted"}, audit=audit)
+            plan.transitions[0] = replace(plan.transitions[0], expect_fence=fence)
+            return await self._lifecycle.commit(plan)
+
+        await self._lifecycle.retrying(view.sandbox.sandbox_id, attempt, view)
+
+    async def page(self, caller: Caller, *, after: str | None, limit: int) -> tuple[list[Seen], str | None]:
+        """What the tenant's callers have."""
+        found = await self._core.store.list_leases(caller.tenant_id, after=after, limit=limit + 1)
+        following = found[limit - 1].view.sandbox.sandbox_id if len(found) > limit else None
+        return found[:limit], following
+
+    async def ending(self, error: CorralError, sandbox_id: str) -> CorralError:
+        """What a call met because the sandbox was ending is told by why it ends."""
+        if error.code == "lease_lost":
+            view = await self._core.store.get_sandbox(sandbox_id, None)
+            if view is not None and view.sandbox.state in contention.OVER:
+                return gone(view)
+        return error
+
+    # -- settling --------------------------------------------------------------------------------------------------------------
+    def settle_later(self, sandbox_id: str) -> None:
+        """The sandbox has come to be recycled by a transition of ours."""
+        if sandbox_id not in self._settling:
+            task = self._core.spawn(self._settle(sandbox_id), f"{sandbox_id} settle", last=True)
+            self._settling[sandbox_id] = task
+            task.add_done_callback(lambda _: self._settling.pop(sandbox_id, None))
+
+    async def _settle(self, sandbox_id: str) -> None:
+        view = await self._lifecycle.view(sandbox_id)
+        if view.sandbox.state != "recycling":
+            return
+        faults.point("settle.before")
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                left = await self._cleaned(view)
+        except TimeoutError:
+            left = "it took too long"
+        except CorralError as error:
+            if error.code in ("sandbox_lost", "not_found"):
+                await self._lifecycle.lost(sandbox_id, "instance_gone")
+                return
+            if error.code == "lease_lost":
+                await self.heard(sandbox_id, error)
+            left = error.detail
+        faults.point("settle.cleaned")
+        try:
+            await self._settled(view, left)
+        except CorralError as error:
+            if error.code != "conflict":
+                raise  # the sweep finds it
+            self._core.log(f"{sandbox_id}: {error.detail}")  # deleted, lost or settled by another meanwhile
+
+    async def _cleaned(self, view: SandboxView) -> str | None:
+        """End all that runs and remove what is temporary; -> what is left, None: nothing."""
+        node, sandbox_id, fence = self._core.node, view.sandbox.sandbox_id, fence_of(view)
+        instance_id = instance_of(view)
+        await node.fence(instance_id, fence, "kill")
+        loop = asyncio.get_running_loop()
+        until = loop.time() + EXECS_S
+        for record in await self._core.store.open_execs(sandbox_id):  # whoever drives them writes down their ends
+            with self._core.wakes.listen(record.exec_id) as woken:
+                while (row := await self._core.store.get_exec(record.exec_id, None)) is not None:
+                    if row.state not in ("starting", "running") or loop.time() >= until:
+                        break
+                    await woken.wait(min(0.5, until - loop.time()))
+                    woken.look()
+        for directory in TEMPORARY:
+            for user in USERS:
+                left = await self._emptied(instance_id, fence, directory, user)
+                if left is None:
+                    break
+            if left is not None:
+                return f"{left} cannot be removed"
+        return None
+
+    async def _emptied(self, instance_id: str, fence: Fence, directory: str, user: str) -> str | None:
+        """Remove what is in a directory, as this user inside; -> the first entry that stays."""
+        node, removed = self._core.node, 0
+        while True:
+            try:
+                page = await node.list_files(instance_id, directory, limit=1000, user=user)
+            except CorralError as error:
+                if "entry" not in error.facts and error.code != "not_found":
+                    raise
+                return None if error.code in ("not_found", "not_a_directory") else directory
+            stays = None
+            for entry in page.items:
+                try:
+                    await node.remove_file(instance_id, fence, entry.path, recursive=True, user=user)
+                    removed += 1
+                except CorralError as error:
+                    if "entry" not in error.facts:
+                        raise
+                    if error.code != "not_found":
+                        stays = entry.path
+            if stays is not None or removed > MOST:
+                return stays or directory
+            if page.next is None:
+                return None
+
+    async def _settled(self, view: SandboxView, left: str | None) -> None:
+        lifecycle, row = self._lifecycle, view.sandbox
+        plan = Plan(view)
+        if left is not None:
+            lifecycle.step(plan, "failed", cause="unknown_history", metadata={"left": left})
+        else:
+            flags = ["evidence_ok"]
+            if row.tainted:
+                flags.append("tainted")
+            if row.expires_at > self._core.now_ms():
+                flags.append("session_alive")
+            done = lifecycle.finishing(("settle", "fence", "fence_adopt"), {"ok": True})
+            lifecycle.step(plan, "settled", flags, cause="settled", done=(done,))
+            if plan.view.sandbox.state == "idle":
+                plan.transitions[0] = replace(plan.transitions[0], settled=True)
+        after = await lifecycle.commit(plan)
+        if after.sandbox.state == "sanitizing":
+            if left is not None:
+                self._core.log(f"{row.sandbox_id} is not used again: {left}")
+            work = lifecycle.destroy(row.sandbox_id, "unknown_history" if left is not None else "settled")
+            self._core.spawn(work, f"{row.sandbox_id} unsettled", last=True)
+
+    # -- what others left ------------------------------------------------------------------------------------------------------
+    async def sweep(self) -> None:
+        """Take back what has run out, end what a dead worker was settling, and see whether the store is what it was."""
+        await self.note_event(await self._core.store.newest_event())
+        for view in await self._core.store.due_leases():
+            try:
+                await self.expire(view)
+            except CorralError as error:
+                if error.code not in ("conflict", "lease_lost"):
+                    raise
+        while (
+            command := await self._core.store.lock_command(self._core.worker, 60_000, kinds=("settle",))
+        ) is not None:
+            found = await self._core.store.get_sandbox(command.sandbox_id, None)
+            if found is not None and found.sandbox.state == "recycling" and fence_of(found).token == command.token:
+                await self.interrupted(found)
+            await self._core.store.finish_command(command.command_id, self._core.worker, {"ok": False, "why": "stale"})
+
+    async def interrupted(self, view: SandboxView) -> None:
+        """Whoever recycled or checked the sandbox is gone: the history of the one is unknown, of the other nothing was changed."""
+        if view.sandbox.sandbox_id in self._settling:
+            return
+        try:
+            after = await self._lifecycle.fire(view, "claim_lost", cause="claim_lost")
+        except CorralError as error:
+            if error.code != "conflict":
+                raise
+            return
+        if after.sandbox.state == "sanitizing":
+            work = self._lifecycle.destroy(view.sandbox.sandbox_id, "unknown_history")
+            self._core.spawn(work, f"{view.sandbox.sandbox_id} interrupted", last=True)
+
+    # -- a store that was set back ---------------------------------------------------------------------------------------------
+    async def attach_node(self) -> None:
+        """At the start: the store takes every fence of the node's that is above its own, and the node learns how far the store is."""
+        await self.note_event(await self._core.store.newest_event())
+        await self._adopt_floors()
+
+    async def note_event(self, event_id: int) -> None:
+        """The store has this event; if the node has heard of a later one that is not there any more, the store was set back."""
+        node, store = self._core.node, self._core.store
+        highest = await node.remember_event(event_id)
+        if highest <= event_id:
+            return
+        newest = await store.newest_event()  # an answer that was long under way says nothing
+        if newest < highest:
+            await self.store_regressed(newest, highest)
+
+    async def set_back(self) -> None:
+        """A worker has seen that the store is older than it was."""
+        newest = await self._core.store.newest_event()
+        await self.store_regressed(newest, await self._core.node.remember_event(newest))
+
+    async def store_regressed(self, newest: int, highest: int) -> None:
+        """Nothing is ended: fences go on above what the node has seen, and what the store does not know stays for the operator."""
+        self._core.log(
+            f"store_regressed: its newest event is {newest}, the node has seen {highest}: "
+            "nothing is ended, fences are raised above what the node has seen"
+        )
+        self._core.set_back()
+        await self._adopt_floors()
+        await self._core.node.remember_event(newest, accept=True)
+        if unknown := await self.unknown():
+            self._core.log(f"store_regressed: not in the store, left alone: {', '.join(unknown)}; see `corral doctor`")
+
+    async def unknown(self) -> list[str]:
+        """Instances that live on the node and that the store does not know, since it was set back; else nothing."""
+        core = self._core
+        if not await core.node.regressed():
+            return []
+        here = await core.node.instances()
+        states = ("warming", "warm", "bound", "condemned")
+        known = {one.instance_id for one in await core.store.list_instances(core.node.node_id, states=states)}
+        return sorted(set(here) - known)
+
+    async def _adopt_floors(self) -> None:
+        for instance_id, sandbox_id, floor in await self._core.node.floors():
+            await self._adopt_floor(instance_id, sandbox_id, floor)
+
+    async def _adopt_floor(self, instance_id: str, sandbox_id: str, floor: Fence) -> None:
+        core = self._core
+        evidence = {"node": core.node.node_id, "instance": instance_id}
+        view = await core.store.adopt_floor(sandbox_id, floor, evidence)
+        if view is None:
+            return
+        core.log(f"store_regressed: {sandbox_id} goes on at {fence_of(view)}, above {floor} on {core.node.node_id}")
+        core.wakes.ring(sandbox_id)
+        try:
+            await core.node.fence(instance_id, fence_of(view), "adopt")
+        except CorralError as error:  # whoever acquires it brings the fence again
+            core.log(f"{sandbox_id}: {error}")
+
+    async def heard(self, sandbox_id: str, error: CorralError) -> None:
+        """A node refused a fence: if its floor is above the row's, the row is behind, and takes it."""
+        try:
+            floor = Fence.parse(str(error.facts.pop("floor", "")))
+        except ValueError:
+            return
+        view = await self._core.store.get_sandbox(sandbox_id, None)
+        if view is not None and view.instance is not None and fence_of(view) < floor:
+            await self._adopt_floor(view.instance.instance_id, sandbox_id, floor)
+
+
+def _lease(view: SandboxView) -> LeaseRecord:
+    assert view.lease is not None
+    return view.lease
+
+
+def ttl_of(view: SandboxView) -> int:
+    """How long the lease of a sandbox is extended for: an implicit one for as long as the sandbox was asked for."""
+    lease, row = _lease(view), view.sandbox
+    if lease.lease_owner is not None and BETWEEN in lease.lease_owner:
+        return max(1, lease.expires_at - lease.heartbeat_at)
+    return max(1000, row.expires_at - row.created_at)
+
+
+def lease_document(held: Held) -> Json:
+    """LEASE of the API."""
+    from corral.services.documents import moment
+
+    lease = held.lease
+    return {
+        "sandbox_id": lease.sandbox_id,
+        "owner": named(lease.lease_owner),
+        "implicit": lease.lease_owner is not None and BETWEEN not in lease.lease_owner,
+        "incarnation": held.view.sandbox.incarnation,
+        "lease_version": lease.lease_version,
+        "lease": str(held.fence),
+        "ttl_ms": held.left_ms,
+        "acquired_at": moment(lease.acquired_at),
+        "expires_at": moment(lease.expires_at),
+        "session": held.view.sandbox.session_id,
+        "state": held.view.sandbox.state,
+    }
