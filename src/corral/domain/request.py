@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from corral.domain.limits import MIB
 from corral.domain.quantities import format_bytes, parse_seconds, shown
+from corral.domain.quota import PRIORITIES
 from corral.domain.runner import LANGUAGES, NO_NAMES, Names
 from corral.domain.values import (
     MAX_ENCODED,
@@ -111,6 +112,13 @@ class RunRequest:
     keep: bool = False
     ttl_s: float | None = None
     attached: bool = False
+    priority: str = "normal"
+    queue_timeout_s: float | None = None
+    """How long it may wait in the queue; None = what the policy says."""
+    expected_s: float | None = None
+    """How long the caller thinks that it will run: what it costs in the queue."""
+    webhook: Any = None
+    """Whom to tell of its end: a URL, or an object; read by `domain.webhook`."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +172,13 @@ LATER_FIELDS = (
     "yield_after_s",
     "expected_s",
 )
+RUN_LATER = tuple(name for name in LATER_FIELDS if name != "expected_s")
 _PLACE = ("runtime", "template", "isolation", "network", "session")
 _EXECUTION = ("code", "language", "shell", "args", "stdin", "stdin_base64", "env", "cwd", "user", "outputs", "attached")
 RUN_FIELDS = frozenset(
     (*RESOURCE_FIELDS, *LATER_FIELDS, *_PLACE, *_EXECUTION)
     + ("command", "code_path", "files", "resources", "keep", "ttl_s", "ttl", "timeout_s", "timeout", "pty")
+    + ("priority", "queue_timeout_s", "queue_timeout", "webhook")
 )
 SANDBOX_FIELDS = frozenset(
     (*RESOURCE_FIELDS, *LATER_FIELDS, *_PLACE, "files", "resources", "ttl_s", "ttl", "timeout_s", "timeout")
@@ -182,7 +192,7 @@ EXEC_FIELDS = frozenset(
 def parse_run(doc: Any, host: HostCaps, names: Names = NO_NAMES) -> RunRequest:
     """`POST /v1/runs`: see the module docstring. `names` tell the language of a FILE; without them it has to be said."""
     fields = _Fields(doc, RUN_FIELDS)
-    fields.refuse_later(*LATER_FIELDS, "pty")
+    fields.refuse_later(*RUN_LATER, "pty")
     shape = fields.program(("code", "command", "shell"))
     code_path = fields.relative_path("code_path")
     if code_path is not None and shape != "code":
@@ -208,6 +218,10 @@ def parse_run(doc: Any, host: HostCaps, names: Names = NO_NAMES) -> RunRequest:
         keep=fields.flag("keep"),
         ttl_s=fields.seconds("ttl_s", "ttl"),
         attached=fields.flag("attached"),
+        priority=fields.priority(),
+        queue_timeout_s=fields.seconds("queue_timeout_s", "queue_timeout"),
+        expected_s=fields.seconds("expected_s", "expected_s"),
+        webhook=fields.doc.get("webhook"),
     )
 
 
@@ -601,6 +615,14 @@ class _Fields:
         if value is False:
             return 0.0
         return self._seconds(value, "/wait", zero=True)
+
+    def priority(self) -> str:
+        value = self.doc.get("priority")
+        if value is None:
+            return "normal"
+        if value not in PRIORITIES:
+            self.fail("priority", f"there is no priority {shown(value)}", "high, normal or low")
+        return str(value)
 
     def flag(self, name: str) -> bool:
         value = self.doc.get(name)

@@ -109,6 +109,10 @@ class QueueStore(Protocol):
         """Where it stands; None if it does not wait (any more)."""
         ...
 
+    async def still_queued(self, run_ids: Sequence[str]) -> set[str]:
+        """Those of these runs that wait."""
+        ...
+
     async def list_queue(self, tenant_id: str, *, limit: int = 100) -> list[QueuedRun]:
         """The tenant's queued runs in the order in which they will be admitted."""
         ...

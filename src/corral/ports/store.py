@@ -38,10 +38,11 @@ from corral.domain.records import (
 from corral.ports.identity import IdentityStore
 from corral.ports.leases import LeaseStore
 from corral.ports.queue import Charge, QueueStore, Ticket
+from corral.ports.webhooks import WebhookStore
 from corral.ports.workers import WorkerStore
 
 
-class Store(QueueStore, IdentityStore, LeaseStore, WorkerStore, Protocol):
+class Store(QueueStore, IdentityStore, LeaseStore, WorkerStore, WebhookStore, Protocol):
     """See the module docstring; `None` from a `get_*` means that there is no such row."""
 
     async def open(self) -> None: ...

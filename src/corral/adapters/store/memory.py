@@ -30,6 +30,7 @@ from corral.ports.queue import Charge, Ticket
 from .memory_identity import MemoryIdentity
 from .memory_leases import MemoryLeases
 from .memory_queue import MemoryQueue
+from .memory_webhooks import MemoryWebhooks
 from .memory_workers import MemoryWorkers
 from .reserving import FREE_STATES
 from .rows import (
@@ -73,7 +74,7 @@ T = TypeVar("T")
 _ABSENT: Any = object()
 
 
-class MemoryStore(MemoryQueue, MemoryIdentity, MemoryLeases, MemoryWorkers):
+class MemoryStore(MemoryQueue, MemoryIdentity, MemoryLeases, MemoryWorkers, MemoryWebhooks):
     """`corral.ports.store.Store` in dictionaries. Rows survive `close` and `open` of the same object."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------

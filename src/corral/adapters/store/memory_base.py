@@ -55,7 +55,7 @@ class MemoryBase:
         self._use: dict[Any, dict[str, Any]] = {}
         self._queue: dict[Any, dict[str, Any]] = {}
         self._webhooks: dict[Any, Row] = {}
-        self._webhook_secrets: dict[Any, Row] = {}
+        self._webhook_secrets: dict[Any, Any] = {}
         self._environments: dict[Any, int] = {}
         self._keys: dict[Any, tuple[str, str]] = {}
         self._undo: list[tuple[dict[Any, Any], Any, Any]] = []

@@ -204,6 +204,9 @@ class MemoryQueue(MemoryBase):
             lambda: next((each for each in self._mine(tenant_id) if each.run_id == run_id), None)
         )
 
+    async def still_queued(self, run_ids: Sequence[str]) -> set[str]:
+        return await self._transact(lambda: {run_id for run_id in run_ids if run_id in self._queue})
+
     async def list_queue(self, tenant_id: str, *, limit: int = 100) -> list[QueuedRun]:
         return await self._transact(lambda: self._mine(tenant_id)[: page_size(limit)])
 

@@ -12,7 +12,7 @@ from corral.ports.queue import Drift, Entry, QueuedRun, TenantUse
 
 from .reserving import AMOUNTS, Sums, amounts_of, change, enqueue, lock, run_admitted
 from .rows import RUN, Row, conflict, not_found, superseded, to_text
-from .sql_text import page_size
+from .sql_text import one_of, page_size
 from .transacting import Transacting, Tx
 from .transactions import update_run
 
@@ -143,6 +143,15 @@ def queued_run(tx: Tx, run_id: str, tenant_id: str) -> QueuedRun | None:
     return _queued(found[0], int(ahead) + 1)
 
 
+def still_queued(tx: Tx, run_ids: Sequence[str]) -> set[str]:
+    found: set[str] = set()
+    for start in range(0, len(run_ids), 500):
+        params: dict[str, Any] = {}
+        where = one_of("run_id", run_ids[start : start + 500], params)
+        found |= {str(run_id) for (run_id,) in tx.rows(f"SELECT run_id FROM run_queue WHERE {where}", params)}
+    return found
+
+
 def list_queue(tx: Tx, tenant_id: str, limit: int) -> list[QueuedRun]:
     found = tx.rows(
         f"{_QUEUED} ORDER BY q.place, q.run_id LIMIT :limit", {"tenant": tenant_id, "limit": page_size(limit)}
@@ -237,6 +246,9 @@ class SqlQueue(Transacting):
 
     async def queued_run(self, run_id: str, tenant_id: str) -> QueuedRun | None:
         return await self._read(queued_run, run_id, tenant_id)
+
+    async def still_queued(self, run_ids: Sequence[str]) -> set[str]:
+        return await self._read(still_queued, tuple(run_ids))
 
     async def list_queue(self, tenant_id: str, *, limit: int = 100) -> list[QueuedRun]:
         return await self._read(list_queue, tenant_id, limit)

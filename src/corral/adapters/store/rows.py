@@ -27,6 +27,7 @@ from corral.domain.records import (
     Transition,
     WorkerRecord,
 )
+from corral.domain.webhook import Delivery
 from corral.errors import CorralError
 
 R = TypeVar("R")
@@ -164,6 +165,7 @@ INSTANCE = Shape(InstanceRecord, "instance", "instance_id")
 EXEC = Shape(ExecRecord, "exec", "exec_id", fixed=("sandbox_id", "created_at"))
 COMMAND = Shape(CommandRecord, "sandbox_command", "command_id")
 WORKER = Shape(WorkerRecord, "worker", "worker_id")
+DELIVERY = Shape(Delivery, "webhook_delivery", "delivery_id")
 TENANT = Shape(TenantRecord, "tenant", "tenant_id")
 USER = Shape(UserRecord, '"user"', "user_id")
 """The name is a word of SQL."""

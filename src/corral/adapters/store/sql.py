@@ -44,10 +44,11 @@ from .rows import (
     to_json,
     to_text,
 )
+from .webhooks import SqlWebhooks
 from .workers import SqlWorkers
 
 
-class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers):
+class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks):
     """See the module docstring."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,17 @@ database of its own. `corral.testing.pytest_suites.StoreConformance` wraps them 
 
 from __future__ import annotations
 
-from corral.testing.store import identity, instances, leases, queue, races, runs, sandboxes, values  # each registers its checks
+from corral.testing.store import (  # each registers its checks
+    identity,
+    instances,
+    leases,
+    queue,
+    races,
+    runs,
+    sandboxes,
+    values,
+    webhooks,
+)
 from corral.testing.store.bench import (
     CHECKS,
     START_MS,
@@ -39,4 +49,5 @@ __all__ = [
     "runs",
     "sandboxes",
     "values",
+    "webhooks",
 ]

@@ -248,6 +248,7 @@ async def priority_then_order_within_a_tenant(b: Bench) -> None:
     assert [each.priority for each in queue] == ["high", "high", "normal", "normal", "low", "low"]
     assert [each.position for each in queue] == [1, 2, 3, 4, 5, 6]
     assert await b.store.queued_run("run_4", "default") == queue[3]
+    assert await b.store.still_queued(["run_0", "run_4", "run_x"]) == {"run_4"}
     assert await b.store.queued_run("run_4", "t2") is None and await b.store.list_queue("t2") == []
     assert await in_turn(b, limits, ["run_0"], 6) == [each.run_id for each in queue]
 
