@@ -483,6 +483,13 @@ def _forgotten(story: Story) -> None:
     story.note("final", "run", run="run_10", of=op, state="finished", reason="infra_error", started=None)
 
 
+def _kept_for_the_operator(story: Story) -> None:
+    copied_at = story.now
+    story.create("sbx_2", "ins_2")
+    _restore(story, copied_at)
+    story.note("final", "left", what="directory", text="2", instance="ins_2")
+
+
 @pytest.mark.parametrize(
     "tell",
     [
@@ -496,6 +503,7 @@ def _forgotten(story: Story) -> None:
         _never_told,
         _sent_again_after_a_crash,
         _forgotten,
+        _kept_for_the_operator,
     ],
     ids=lambda tell: tell.__name__.strip("_"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -180,6 +181,12 @@ def _quota(installation: Installation, final: Recorder, when: str) -> None:
     """What is reserved against what lives, where the server tells."""
 
 
+def _instance_in(text: str) -> str | None:
+    """Whose it is, where that can be read."""
+    found = re.search(r"(?:^|/i/|ins_)([0-9a-z]{26})", text)
+    return None if found is None else f"ins_{found.group(1)}"
+
+
 def _left(installation: Installation, line: Line, final: Recorder) -> None:
     """Looked at until nothing is left or the time is over; what is left then is noted."""
     end = time.monotonic() + LEFT_S
@@ -194,4 +201,4 @@ def _left(installation: Installation, line: Line, final: Recorder) -> None:
         if not texts:
             final.note("left", what=what)
         for text in texts:
-            final.note("left", what=what, text=text)
+            final.note("left", what=what, text=text, instance=_instance_in(text))
