@@ -53,7 +53,9 @@ class World:
             warming=warming,
             bound=bound,
             quota=quota and step.next_state != "terminated",
-            execs=("start_exec" in step.commands or self.execs) and not step.end_execs and step.row not in ("22", "27"),
+            execs=("start_exec" in step.commands or self.execs)
+            and not step.end_execs
+            and step.row not in ("22", "27", "30b"),
             destroyed=self.destroyed or step.event in ("destroy", "ttl"),
         )
 

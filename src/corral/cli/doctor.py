@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from corral.cli import terminal, words
@@ -54,8 +56,10 @@ def _print(report: words.Json) -> None:
         terminal.table(report["leftovers"], ("kind", "id", "instance_id"), empty="")
 
 
-def _named(capabilities: dict[str, bool]) -> str:
-    return " ".join(sorted(name for name, there in capabilities.items() if there))
+def _named(capabilities: dict[str, Any]) -> str:
+    there = sorted(name for name, there in capabilities.items() if there is True)
+    by = capabilities.get("pause_by")
+    return " ".join(f"{name} (by the {by})" if name == "pause" and by else name for name in there)
 
 
 GRADES = {"A": "green", "B": "green", "C": "yellow", "D": "bold red"}

@@ -1,4 +1,4 @@
-"""`corral sandbox`: create, ls, inspect, rm."""
+"""`corral sandbox`: create, ls, inspect, pause, resume, rm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("id", "state", "runtime", "template", "resource_class", "created_at",
 
 @click.group(name="sandbox")
 def command() -> None:
-    """Create, list, inspect and remove sandboxes."""
+    """Create, list, inspect, pause and remove sandboxes."""
 
 
 @command.command()
@@ -64,6 +64,31 @@ def inspect(sandbox_id: str, as_json: bool) -> None:
     if history := sandbox.get("history"):
         terminal.put("\n")
         terminal.table(history, ("at", "event", "old_state", "new_state", "metadata"), empty="")
+
+
+@command.command()
+@click.argument("sandbox_id", type=words.IDENT, metavar="ID")
+@words.json_option
+def pause(sandbox_id: str, as_json: bool) -> None:
+    """Stop all that runs in a sandbox, with its memory as it is. Again is no error."""
+    _turn(sandbox_id, "pause", as_json)
+
+
+@command.command()
+@click.argument("sandbox_id", type=words.IDENT, metavar="ID")
+@words.json_option
+def resume(sandbox_id: str, as_json: bool) -> None:
+    """Let a paused sandbox go on. Again is no error."""
+    _turn(sandbox_id, "resume", as_json)
+
+
+def _turn(sandbox_id: str, word: str, as_json: bool) -> None:
+    with opened() as transport:
+        sandbox = transport.request("POST", f"/v1/sandboxes/{quote(sandbox_id)}/{word}")
+    if as_json:
+        terminal.put_json(sandbox)
+    else:
+        terminal.put(f"{sandbox['id']} {sandbox['state']}\n")
 
 
 @command.command()

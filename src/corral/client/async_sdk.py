@@ -356,6 +356,16 @@ class AsyncSandbox:
         document = encoded({"argv": argv, **request, "stdin_open": stdin_open})
         return AsyncExec(self._calls, (await self._calls.start(f"{self._at}/execs", "/v1/execs", document)), 0)
 
+    async def pause(self) -> AsyncSandbox:
+        """Stop all that runs in it, with its memory as it is, until `resume`. A paused one stays so."""
+        self.document = await self._calls.turn(self.id, "pause")
+        return self
+
+    async def resume(self) -> AsyncSandbox:
+        """Let a paused sandbox go on. One that is not paused stays as it is."""
+        self.document = await self._calls.turn(self.id, "resume")
+        return self
+
     async def delete(self) -> None:
         """End it; returns when it is terminated. Repeated: nothing."""
         self.document = await self._calls.delete(self.id)

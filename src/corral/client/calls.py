@@ -161,6 +161,10 @@ class Calls:
         made = await line.request("POST", "/v1/sandboxes", document, None, {"Idempotency-Key": key})
         await line.request("DELETE", f"/v1/sandboxes/{made['id']}", None, {"wait": 0})
 
+    async def turn(self, sandbox_id: str, word: str) -> Json:
+        """`pause` or `resume`: what is so already stays so, and one that is asked for again after a broken connection is the same."""
+        return await self.line.request("POST", f"/v1/sandboxes/{quote(sandbox_id)}/{word}")
+
     async def delete(self, sandbox_id: str) -> Json:
         """End it and wait until it is terminated."""
         path = f"/v1/sandboxes/{quote(sandbox_id)}"

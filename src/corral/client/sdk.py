@@ -347,6 +347,16 @@ class Sandbox:
         document = encoded({"argv": argv, **request, "stdin_open": stdin_open})
         return Exec(self._calls, drive(self._calls.start(f"{self._at}/execs", "/v1/execs", document)), 0)
 
+    def pause(self) -> Sandbox:
+        """Stop all that runs in it, with its memory as it is, until `resume`. A paused one stays so."""
+        self.document = drive(self._calls.turn(self.id, "pause"))
+        return self
+
+    def resume(self) -> Sandbox:
+        """Let a paused sandbox go on. One that is not paused stays as it is."""
+        self.document = drive(self._calls.turn(self.id, "resume"))
+        return self
+
     def delete(self) -> None:
         """End it; returns when it is terminated. Repeated: nothing."""
         self.document = drive(self._calls.delete(self.id))

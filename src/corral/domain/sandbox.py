@@ -247,6 +247,23 @@ TABLE: tuple[Row, ...] = (
         end_execs="lease_lost",
         remember="idle",
     ),
+    # An exec may end while the freeze is under way, or be the first thing that ends after the thaw.
+    _row(
+        "30a",
+        "pausing:running paused:running resuming:running",
+        "exec_ended",
+        SAME,
+        when="others_run",
+        commands="record_result",
+    ),
+    _row(
+        "30b",
+        "pausing:running paused:running resuming:running",
+        "exec_ended",
+        SAME,
+        commands="record_result",
+        remember="leased",
+    ),
     _row("31", "leased idle", "snapshot fork", SAME, commands="quiesce capture"),
     _row("32", "recycling:soft", "settled", "idle", when="session_alive !tainted evidence_ok"),
     _row("33", "recycling:soft", "settled", "sanitizing"),

@@ -111,6 +111,9 @@ class Body:
         """
         if self.paused:
             raise CorralError("sandbox_paused", "the sandbox is paused", hint="resume it first")
+        self._check_unsaved()
+
+    def _check_unsaved(self) -> None:
         if self.saving:
             raise CorralError(
                 "illegal_transition",
@@ -131,8 +134,8 @@ class Body:
 
     @contextlib.contextmanager
     def visit(self) -> Iterator[None]:
-        """Around what reaches for its files from the host's side."""
-        self.check_free()
+        """Around what reaches for its files from the host's side, of a paused one too."""
+        self._check_unsaved()
         self.visits += 1
         try:
             yield

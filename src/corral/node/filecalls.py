@@ -24,6 +24,10 @@ class FileCalls(ABC):
         """The live instance, or why there is none."""
 
     @abstractmethod
+    def _living(self, instance_id: str) -> Body:
+        """The live instance, be it paused, or why there is none."""
+
+    @abstractmethod
     def _check_fence(self, body: Body, fence: Fence) -> None:
         """`lease_lost` for a fence below the instance's floor."""
 
@@ -127,7 +131,7 @@ class FileCalls(ABC):
     @contextlib.asynccontextmanager
     async def _on_disk(self, instance_id: str) -> AsyncIterator[Body]:
         """Work of the host on a live instance's files: what it misses because the instance ends under it is told by that end."""
-        body = self._alive(instance_id)
+        body = self._living(instance_id)
         with body.visit():
             try:
                 yield body

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from corral.services.files import Files
     from corral.services.identity import Identity
     from corral.services.leases import Leases
+    from corral.services.pausing import Pausing
     from corral.services.queue import Queue
     from corral.services.sandboxes import Sandboxes
     from corral.services.templates import Templates
@@ -261,6 +262,11 @@ class Services:
         from corral.services.identity import Identity
 
         return Identity(self.core)
+
+    @property
+    def pausing(self) -> Pausing:
+        """Sandboxes that stand still for a while."""
+        return self.sandboxes.pausing
 
     @property
     def leases(self) -> Leases:

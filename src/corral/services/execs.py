@@ -31,6 +31,8 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ARTIFACT_BYTES = 100 * 1024 * 1024
 NOTE_S = 0.025
 """An exec that is over sooner is not written down as running first, unless somebody waits for its output."""
+PAUSED_LOOK_S = 0.5
+"""How often an exec that is to begin in a paused sandbox looks whether it can, beside being woken."""
 BLOCK = 256 * 1024
 _ENDED: dict[str, EndedBy] = {
     "cancelled": "cancelled",
@@ -308,8 +310,9 @@ class Execs:
         try:
             faults.point("exec.start.before")
             # Never cut short by a stop of ours: the frame may have arrived, and then the node has to know the exec.
-            sending = self._core.spawn(self._send(instance_id, fence, spec), "start", last=True)
-            await asyncio.shield(sending)
+            sending = self._core.spawn(self._send(record.sandbox_id, instance_id, fence, spec, end), "start", last=True)
+            if (why := await asyncio.shield(sending)) is not None:
+                return ExecFacts(False, ended_by=why)
             faults.point("exec.start.after")
         except CorralError as error:
             if error.code == "shutting_down":
@@ -317,9 +320,21 @@ class Execs:
             return _not_started(error)
         return None
 
-    async def _send(self, instance_id: str, fence: Fence, spec: ExecSpec) -> None:
+    async def _send(self, sandbox_id: str, instance_id: str, fence: Fence, spec: ExecSpec, end: _End) -> EndedBy | None:
+        """None: it runs. One whose sandbox was paused before it began begins when that is resumed, unless it is to end by then."""
         node = self._core.node
-        await self._core.reach(lambda: node.start_exec(instance_id, fence, spec))
+        while True:
+            try:
+                await self._core.reach(lambda: node.start_exec(instance_id, fence, spec))
+                return None
+            except CorralError as error:
+                if error.code != "sandbox_paused":
+                    raise
+            self._core.check_open()
+            if end.why is not None:
+                return end.why
+            with self._core.wakes.listen(sandbox_id) as woken:
+                await woken.wait(PAUSED_LOOK_S)
 
     async def _note_running(self, exec_id: str, end: _End) -> None:
         row, store = None, self._core.store

@@ -120,6 +120,14 @@ def test_pause_goes_back_to_where_it_came_from():
         assert (released.next_state, released.remembered, released.lease) == ("paused", "idle", "take_system")
 
 
+def test_the_last_exec_that_ends_while_paused_changes_what_the_sandbox_goes_back_to():
+    for state in ("pausing", "paused", "resuming"):
+        step = decide(state, "exec_ended", remembered="running")
+        assert (step.next_state, step.remembered, step.row) == (state, "leased", "30b")
+        step = decide(state, "exec_ended", {"others_run"}, remembered="running")
+        assert (step.next_state, step.remembered, step.row) == (state, "running", "30a")
+
+
 def test_who_changes_the_owner_takes_the_next_token():
     assert decide("provisioning", "provisioned").lease == "take"
     assert decide("ready", "acquire", {"creator"}).lease == "extend"

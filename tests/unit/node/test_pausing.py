@@ -40,12 +40,12 @@ async def test_nothing_begins_in_a_paused_instance_and_all_goes_on_after(bench: 
     for attempt in (
         bench.begin(instance, "true"),
         bench.node.stat_file(instance, "/workspace"),
-        bench.node.put_files(instance, FENCE, [("a", 0o644, b"x")]),
-        bench.node.collect(instance, outputs=(), max_bytes=1, into=None),
         bench.node.checkpoint_instance(instance, FENCE, "/nowhere"),
     ):
         assert await code_of(attempt) == "sandbox_paused"
     await bench.node.stats(instance)
+    await bench.node.put_files(instance, FENCE, [("a", 0o644, b"x")])
+    assert (await bench.node.collect(instance, outputs=(), max_bytes=1, into=None)).complete, "the host can look"
     await bench.node.pause(instance, FENCE)
     await bench.node.resume(instance, FENCE)
     await bench.node.resume(instance, FENCE)
