@@ -113,6 +113,9 @@ class Application:
                 reply = replace(reply, raw=self._transfer(raw))
         whole = await _answer(reply, receive, send, head, self._turns)
         if not whole and watch is not None and watch.over:
+            if whole is None:
+                await _answer(_problem(refused(), close=True), watch.waiting, send, head, self._turns)
+                return
             if reply.events is None:
                 raise refused()  # what was sent so far must not look like all there is
             last = f"event: error\ndata: {json.dumps(refused().to_problem())}\n\n".encode()
@@ -305,10 +308,10 @@ class _Body:
         raise StopAsyncIteration
 
 
-async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns: Turns) -> bool:
+async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns: Turns) -> bool | None:
     """A `Reply` on the wire, without its body for HEAD. JSON is ASCII, so that lone surrogates of foreign paths survive.
 
-    -> whether all of it was sent.
+    -> whether all of it was sent; None when nothing was, because the client went away before there was anything.
     """
     headers = [(b"content-type", reply.media_type.encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in reply.headers.items()]
@@ -329,10 +332,20 @@ async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns:
         return True
     first = b""
     if reply.raw is not None:  # so that an error before the first byte is an answer with its own status
+        begun, left = asyncio.ensure_future(_next(source)), asyncio.ensure_future(_left(receive))
         try:
-            first = await anext(source, b"")
+            await asyncio.wait({begun, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not begun.done():
+                return None
+            first = begun.result()
         except CorralError as error:
             return await _answer(_problem(error), receive, send, head, turns)
+        finally:
+            left.cancel()
+            begun.cancel()
+            await asyncio.gather(left, begun, return_exceptions=True)
+            if not begun.done() or begun.cancelled():
+                await _close(source)
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     left = asyncio.ensure_future(_left(receive))
     pump = asyncio.ensure_future(_pump(source, first, send, turns if reply.events is None else None))
@@ -345,6 +358,10 @@ async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns:
         left.cancel()
         pump.cancel()
         await asyncio.gather(left, pump, return_exceptions=True)
+
+
+async def _next(source: AsyncIterator[bytes]) -> bytes:
+    return await anext(source, b"")
 
 
 async def _left(receive: Receive) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from corral.api.calls import Reply, Request, document_of, seconds_of
+from corral.domain.identity import ADMIN
 from corral.domain.quantities import shown
 from corral.errors import CorralError
 from corral.services.control import Services
@@ -16,7 +17,8 @@ async def list_templates(services: Services, request: Request) -> Reply:
 
 
 async def get_template(services: Services, request: Request, name: str) -> Reply:
-    return Reply(200, await services.templates.get(name, seconds_of(request, "wait", 0.0)))
+    whose = None if ADMIN in request.caller.scopes else request.caller.tenant_id
+    return Reply(200, await services.templates.get(name, seconds_of(request, "wait", 0.0), whose))
 
 
 async def build_template(services: Services, request: Request) -> Reply:

@@ -44,12 +44,16 @@ class Templates:
         """All templates, by name."""
         return [self._with_state(known) for known in await self._core.node.templates()]
 
-    async def get(self, name: str, wait_s: float = 0.0) -> Json:
-        """One with all that is known of it; a build that runs is waited for at most `wait_s`. `not_found`."""
+    async def get(self, name: str, wait_s: float = 0.0, tenant_id: str | None = None) -> Json:
+        """One with all that is known of it; a build that runs is waited for at most `wait_s`. `not_found`.
+
+        `tenant_id`: as this tenant may see it, without the sandboxes of others, and where on the host it lies.
+        """
         await self._wait(self._builds.get(name), wait_s)
         document = self._with_state(await self._core.node.template(name))
-        document["sandboxes"] = [v.sandbox.sandbox_id for v in await self._living() if v.sandbox.template_id == name]
-        return document
+        users = [view.sandbox for view in await self._living() if view.sandbox.template_id == name]
+        document["sandboxes"] = [user.sandbox_id for user in users if tenant_id in (None, user.tenant_id)]
+        return document if tenant_id is None else {**document, "path": None}
 
     async def build(self, name: str, *, refresh: bool, wait_s: float) -> Json:
         """Begin a build, or join the one that runs, and wait for it at most `wait_s`; raises why it failed while waited for."""
