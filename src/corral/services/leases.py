@@ -32,7 +32,7 @@ JOIN_S = 30.0
 SETTLE_S = 45.0
 """Less than the claim of a command row, so that nobody takes a settling for interrupted that is under way."""
 EXECS_S = 10.0
-TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm", "/run/user")  # noqa: S108 - inside the sandbox
+TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm", "/run/user/1000")  # noqa: S108 - inside the sandbox
 """What no owner leaves to the next."""
 MOST = 100_000
 """Entries in one of these beyond which the sandbox is not worth its cleaning."""
