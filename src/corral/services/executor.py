@@ -40,6 +40,7 @@ from corral.services.execs import (
 from corral.services.languages import Languages, build_limits
 from corral.services.lifecycle import Lifecycle, Wanted
 from corral.services.queue import QUEUE, Queue, judged
+from corral.services.webhooks import WEBHOOKS
 
 Json = dict[str, Any]
 NOT_PLACED: Json = {
@@ -581,7 +582,9 @@ class Executor:
         """The row of a step's exec; `_Superseded` when the step has one already."""
         core = self._core
         try:
-            return await core.endure(lambda: self._lifecycle.exec_requested(record, view, driver=core.driver))
+            return await core.endure(
+                lambda: self._lifecycle.exec_requested(record, view, tenant_id=flight.run.tenant_id, driver=core.driver)
+            )
         except CorralError as error:
             if error.code == "conflict" and any(row.step == record.step for row in await self._rows(flight.run)):
                 raise _Superseded from error
@@ -618,6 +621,8 @@ class Executor:
                 raise asyncio.CancelledError from error
             raise
         core.wakes.heard(QUEUE)
+        if run.request.get("webhook") is not None:
+            core.wakes.heard(WEBHOOKS)
         faults.point("run.finish.after")
 
     def _settle(self, run: RunRecord) -> None:
