@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from corral.api.routes import Reply
     from corral.ports.coordination import Coordination
     from corral.ports.node import Node
+    from corral.ports.database import Database
     from corral.ports.store import Store
     from corral.services.control import Services
 
@@ -386,6 +387,15 @@ def make_store(settings: config.Config) -> Store:
     return SqliteStore(os.path.join(settings.state_dir, "corral.db"), _now_ms)
 
 
+def make_database(settings: config.Config) -> Database:
+    """The same database, for who looks after it."""
+    from corral.adapters.store.databases import PostgresDatabase, SqliteDatabase
+
+    if settings.database_url is not None:
+        return PostgresDatabase(settings.database_url)
+    return SqliteDatabase(os.path.join(settings.state_dir, "corral.db"))
+
+
 RUNTIMES = {
     "bubblewrap": ("corral.adapters.runtimes.bubblewrap", "BubblewrapRuntime"),
     "crun": ("corral.adapters.runtimes.crun", "CrunRuntime"),
@@ -558,6 +568,7 @@ async def make_services(
 ) -> Services:
     """The services over the ports. Without `coordination` this process is the only worker."""
     from corral.adapters.coordination.inprocess import InProcess
+    from corral.adapters.delivery.http import HttpSender
     from corral.domain.policy import Policy
     from corral.domain.request import HostCaps
     from corral.domain.runner import Names, Runner
@@ -595,6 +606,7 @@ async def make_services(
         coordination=coordination or InProcess(),
         worker=settings.worker or "owner",
         unsafe=settings.unsafe,
+        sender=HttpSender(),
         progress=progress,
     )
     os.makedirs(core.artifacts, mode=0o700, exist_ok=True)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
-from corral.api import files, identity, leases, pausing, sse, templates
+from corral.api import files, identity, leases, pausing, queue, sse, templates
 from corral.api.calls import (
     ANY_KEY,
     ANYBODY,
@@ -178,7 +178,7 @@ async def submit_run(services: Services, request: Request) -> Reply:
     document = await document_of(request)
     key = idempotency_of(request, "POST /v1/runs", document)
     run = await services.runs.submit(request.caller, document, key, wait)
-    answer = await services.documents.run(run, output=output, view=view)
+    answer = await queue.whole(services, run, await services.documents.run(run, output=output, view=view))
     location = {"Location": f"/v1/runs/{run.run_id}"}
     return Reply(200, answer) if run.state == "finished" else Reply(202, answer, location)
 
@@ -192,14 +192,15 @@ async def list_runs(services: Services, request: Request) -> Reply:
 async def get_run(services: Services, request: Request, run_id: str) -> Reply:
     output, view = _view(request)
     run = await services.runs.wait(request.caller, run_id, seconds_of(request, "wait", 0.0))
-    return Reply(200, await services.documents.run(run, output=output, view=view))
+    return Reply(200, await queue.whole(services, run, await services.documents.run(run, output=output, view=view)))
 
 
 async def cancel_run(services: Services, request: Request, run_id: str) -> Reply:
     wait = seconds_of(request, "wait", 10.0)
     await services.runs.cancel(request.caller, run_id, "cancelled")
     run = await services.runs.wait(request.caller, run_id, wait)
-    return Reply(200 if run.state == "finished" else 202, await services.documents.run(run))
+    answer = await queue.whole(services, run, await services.documents.run(run))
+    return Reply(200 if run.state == "finished" else 202, answer)
 
 
 async def stream_run(services: Services, request: Request, run_id: str) -> Reply:
@@ -421,6 +422,7 @@ ROUTES: tuple[Route, ...] = (
     Route("DELETE", "/v1/templates/{name}", templates.delete_template, scope=ADMIN),
     *identity.ROUTES,
     *leases.ROUTES,
+    *queue.ROUTES,
     *pausing.ROUTES,
     Route("POST", "/v1/gc", collect_garbage, scope=ADMIN),
     Route("GET", "/v1/doctor", doctor, scope=ADMIN),

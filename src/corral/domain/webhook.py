@@ -13,7 +13,7 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from corral.domain.addresses import Network, host_of
+from corral.domain.addresses import Network, host_of, is_local_name, judge, read_host
 from corral.domain.quantities import shown
 from corral.errors import CorralError
 
@@ -148,6 +148,16 @@ def parse_webhook(value: object, rules: WebhookRules, delivery_id: str) -> NewWe
                 "invalid_value", str(error), hint="whsec_ and 24 to 64 bytes in base64", field="/webhook/secret"
             ) from error
     return NewWebhook(delivery_id, value, secret)
+
+
+def check_literal(target: Target, rules: WebhookRules) -> None:
+    """ValueError for a target that is an address, or a name of this host, that no delivery would be made to."""
+    host = read_host(target.host)
+    if isinstance(host, str):
+        if is_local_name(host):
+            raise ValueError(f"{host} is this host itself")
+    elif (refusal := judge(host, rules.private)) is not None:
+        raise ValueError(str(refusal))
 
 
 def key_of(secret: str) -> bytes:

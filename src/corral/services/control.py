@@ -15,6 +15,7 @@ from corral.domain.request import HostCaps
 from corral.domain.runner import Names, Runner
 from corral.errors import CorralError
 from corral.ports.coordination import Coordination
+from corral.ports.delivery import Sender
 from corral.ports.node import Node, Progress
 from corral.ports.store import Store
 from corral.ports.workers import Beat
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from corral.services.sandboxes import Sandboxes
     from corral.services.templates import Templates
     from corral.services.upkeep import Upkeep
+    from corral.services.webhooks import Webhooks
 
 Json = dict[str, Any]
 LOOK_S = 2.0
@@ -65,6 +67,8 @@ class Core:
     """Who drives runs and execs and locks commands. A state directory has one owner at a time, the same over restarts; among several
     workers each process has a name of its own."""
     unsafe: frozenset[str] = frozenset()
+    sender: Sender | None = None
+    """What opens the connections of webhooks; None = none are delivered here."""
     progress: Progress | None = None
     wakes: Wakes = field(default_factory=Wakes)
     watchers: Watchers = field(default_factory=Watchers)
@@ -273,6 +277,13 @@ class Services:
         """Who has which sandbox."""
         return self.sandboxes.leases
 
+    @cached_property
+    def webhooks(self) -> Webhooks:
+        """Who is told of the end of runs."""
+        from corral.services.webhooks import Webhooks
+
+        return Webhooks(self.core, self.documents)
+
     @property
     def queue(self) -> Queue:
         """Which run is next."""
@@ -289,11 +300,13 @@ class Services:
         await self.upkeep.take_over()
         self.upkeep.begin()
         self.queue.begin()
+        self.webhooks.begin()
 
     async def stop(self, drain_s: float, *, hand_on: bool = False) -> None:
         """Let go; nothing depends on this being called. `hand_on`: attached runs without a client are left to the next owner."""
         # Other workers take over at once, and see for themselves whether a client comes to them.
         alone = [] if hand_on or not self.core.coordination.alone else self.runs.alone()
+        self.webhooks.last_call()
         self.core.close()
         await self.runs.abandon(alone)
         await self.core.stop(drain_s)

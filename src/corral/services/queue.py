@@ -18,7 +18,7 @@ from corral.domain.queue import cost_of
 from corral.domain.quota import EVERYBODY, PRIORITIES, RUNNING, Amounts, Ceiling, sandbox_amounts, too_large
 from corral.domain.records import RunRecord
 from corral.domain.request import RunRequest
-from corral.domain.webhook import parse_webhook
+from corral.domain.webhook import check_literal, parse_target, parse_webhook
 from corral.errors import CorralError
 from corral.ports.queue import Entry, QueuedRun, Ticket
 from corral.services.control import Core
@@ -46,7 +46,13 @@ class Queue:
         core = self._core
         if request.webhook is None:
             return Ticket(core.quota)
-        return Ticket(core.quota, parse_webhook(request.webhook, core.policy.webhooks, core.id("whd")))
+        hook = parse_webhook(request.webhook, core.policy.webhooks, core.id("whd"))
+        try:
+            check_literal(parse_target(hook.url, core.policy.webhooks), core.policy.webhooks)
+        except ValueError as error:
+            hint = "a host that can be reached from here; the operator names private ranges (webhooks.private)"
+            raise CorralError("invalid_value", str(error), hint=hint, field="/webhook") from error
+        return Ticket(core.quota, hook)
 
     @staticmethod
     def stored(document: Json) -> Json:
