@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
-from typing import IO, Any, Unpack
+from typing import IO, Any, Literal, Unpack
 
 from corral.client import endpoint
 from corral.client.aio import Loop
+from corral.client.async_leases import AsyncLease
 from corral.client.calls import Calls
 from corral.client.files import Content, FileCalls, Path, Progress, source_of
 from corral.client.identity import AsyncKeys, AsyncTenants, IdentitySteps
+from corral.client.leases import Grip, GrippedLine
 from corral.client.line import Event, Json, Line
 from corral.client.templates import AsyncTemplates
 from corral.client.transport import quote
@@ -313,7 +315,10 @@ class AsyncSandbox:
     """A kept sandbox, leased to this client's key. As a context manager it is deleted at the end."""
 
     def __init__(self, calls: Calls, document: Json) -> None:
-        self._calls = calls
+        self.grip = Grip()
+        """The lease under which this object's calls go out."""
+        self._plain = calls
+        self._calls = calls = Calls(GrippedLine(calls.line, self.grip))
         self.document = document
         self.id: str = document["id"]
         self._at = f"/v1/sandboxes/{quote(self.id)}"
@@ -355,6 +360,26 @@ class AsyncSandbox:
         """Start it and go on. `stdin_open`: more input follows by `write`, until `close_stdin`."""
         document = encoded({"argv": argv, **request, "stdin_open": stdin_open})
         return AsyncExec(self._calls, (await self._calls.start(f"{self._at}/execs", "/v1/execs", document)), 0)
+
+    def lease(
+        self,
+        owner: str,
+        ttl_s: float = 30.0,
+        *,
+        contention: Literal["wait", "fork", "new", "fail"] | None = None,
+        wait_s: float | None = None,
+        session: str | None = None,
+    ) -> AsyncLease:
+        """A lease for `owner` (such as session/tool-call), held by `async with` and renewed in the background: `lease.lost` says when not.
+
+        While it is held, all calls of this object go out under it, and are `lease_lost` once it is. `contention`: if somebody else
+        has the sandbox (default: wait inside the session, fail outside).
+        """
+        line = self._plain.line
+        return AsyncLease(self, line, self._like, owner, ttl_s, contention, wait_s, session)
+
+    def _like(self, sandbox_id: str) -> AsyncSandbox:
+        return AsyncSandbox(self._plain, {**self.document, "id": sandbox_id})
 
     async def pause(self) -> AsyncSandbox:
         """Stop all that runs in it, with its memory as it is, until `resume`. A paused one stays so."""

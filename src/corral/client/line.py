@@ -250,6 +250,7 @@ class Line:
         *,
         size: int | None = None,
         again: bool = False,
+        headers: Mapping[str, str] | None = None,
     ) -> Json:
         """Raw blocks, streamed. `infra_error` when the connection breaks after the first of them, unless they can be sent `again`."""
         patience = _Patience(self)
@@ -258,7 +259,7 @@ class Line:
             blocks = source()
             try:
                 answer = await single.send(
-                    Request(method, path, params or {}, {}, blocks=blocks, size=size, fresh=True)
+                    Request(method, path, params or {}, headers or {}, blocks=blocks, size=size, fresh=True)
                 )
                 try:
                     return await answer.document()

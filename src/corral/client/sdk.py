@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Sequence
-from typing import IO, Any, Unpack
+from typing import IO, Any, Literal, Unpack
 
 from corral.client import endpoint
 from corral.client.calls import Calls
 from corral.client.effects import Blocking, drive, iterate
 from corral.client.files import Content, FileCalls, Path, Progress, source_of
 from corral.client.identity import IdentitySteps, Keys, Tenants
+from corral.client.leases import Grip, GrippedLine, Lease
 from corral.client.line import Event, Json, Line
 from corral.client.templates import Templates
 from corral.client.transport import quote
@@ -304,7 +305,10 @@ class Sandbox:
     """A kept sandbox, leased to this client's key. As a context manager it is deleted at the end."""
 
     def __init__(self, calls: Calls, document: Json) -> None:
-        self._calls = calls
+        self.grip = Grip()
+        """The lease under which this object's calls go out."""
+        self._plain = calls
+        self._calls = calls = Calls(GrippedLine(calls.line, self.grip))
         self.document = document
         self.id: str = document["id"]
         self._at = f"/v1/sandboxes/{quote(self.id)}"
@@ -346,6 +350,26 @@ class Sandbox:
         """Start it and go on. `stdin_open`: more input follows by `write`, until `close_stdin`."""
         document = encoded({"argv": argv, **request, "stdin_open": stdin_open})
         return Exec(self._calls, drive(self._calls.start(f"{self._at}/execs", "/v1/execs", document)), 0)
+
+    def lease(
+        self,
+        owner: str,
+        ttl_s: float = 30.0,
+        *,
+        contention: Literal["wait", "fork", "new", "fail"] | None = None,
+        wait_s: float | None = None,
+        session: str | None = None,
+    ) -> Lease:
+        """A lease for `owner` (such as session/tool-call), held by `with` and renewed in the background: `lease.lost` says when not.
+
+        While it is held, all calls of this object go out under it, and are `lease_lost` once it is. `contention`: if somebody else
+        has the sandbox (default: wait inside the session, fail outside).
+        """
+        line = self._plain.line
+        return Lease(self, line, self._like, owner, ttl_s, contention, wait_s, session)
+
+    def _like(self, sandbox_id: str) -> Sandbox:
+        return Sandbox(self._plain, {**self.document, "id": sandbox_id})
 
     def pause(self) -> Sandbox:
         """Stop all that runs in it, with its memory as it is, until `resume`. A paused one stays so."""

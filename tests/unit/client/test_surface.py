@@ -13,7 +13,9 @@ import pytest
 
 import corral
 from corral.client import async_sdk, sdk
+from corral.client.async_leases import AsyncLease
 from corral.client.effects import Blocking, drive, iterate
+from corral.client.leases import Lease
 from corral.client.values import FileInfo, Output, Result, encoded
 
 TWINS = [name for name, value in vars(sdk).items() if inspect.isclass(value) and value.__module__ == sdk.__name__]
@@ -48,10 +50,18 @@ def test_every_member_has_its_twin_with_the_same_parameters(name: str) -> None:
 def test_what_waits_here_is_awaited_there(name: str) -> None:
     for member, value in members(getattr(sdk, name)).items():
         twin = members(getattr(async_sdk, f"Async{name}"))[member]
-        if isinstance(value, property) or member in ("__init__", "__repr__", "as_user"):
+        if isinstance(value, property) or member in ("__init__", "__repr__", "as_user", "lease", "_like"):
             continue
         said = inspect.signature(twin).return_annotation
         assert inspect.iscoroutinefunction(twin) or str(said).startswith("AsyncGenerator"), member
+
+
+def test_a_lease_is_the_same_on_both_faces() -> None:
+    here, there = members(Lease), members(AsyncLease)
+    assert set(here) == set(there)
+    for member, value in here.items():
+        assert inspect.iscoroutinefunction(there[member]), member
+        assert list(inspect.signature(value).parameters) == list(inspect.signature(there[member]).parameters), member
 
 
 def loaded(statement: str) -> set[str]:
