@@ -6,6 +6,7 @@ member that is wrong, so that a broken policy never half applies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
@@ -61,6 +62,10 @@ class Caps:
     output_kill_bytes: int
     timeout_s: float
     ttl_s: float
+    unlimited_ttl: bool = False
+    """Whether `ttl_s: none` may be asked for: a sandbox that no time ends."""
+    idle_timeout_s: float | None = None
+    """The most that a sandbox may be without activity; None = it need not end for that."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Defaults:
     ttl_s: float
     output_bytes: int
     output_kill_factor: int
+    idle_timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -216,8 +222,10 @@ _CAPS = (
     "output_kill",
     "timeout_s",
     "ttl_s",
+    "unlimited_ttl",
+    "idle_timeout_s",
 )
-_DEFAULTS = ("class", "template", "timeout_s", "ttl_s", "output_limit", "output_kill_factor")
+_DEFAULTS = ("class", "template", "timeout_s", "ttl_s", "output_limit", "output_kill_factor", "idle_timeout_s")
 
 
 def _caps(node: _Node) -> Caps:
@@ -235,6 +243,8 @@ def _caps(node: _Node) -> Caps:
         output_kill_bytes=node.get("output_kill", _size),
         timeout_s=node.get("timeout_s", _time),
         ttl_s=node.get("ttl_s", _time),
+        unlimited_ttl=node.get("unlimited_ttl", _flag, False),
+        idle_timeout_s=node.get("idle_timeout_s", _time, None),
     )
 
 
@@ -272,6 +282,7 @@ def _defaults(
         ttl_s=node.get("ttl_s", _time),
         output_bytes=node.get("output_limit", _size),
         output_kill_factor=node.get("output_kill_factor", _count),
+        idle_timeout_s=node.get("idle_timeout_s", _time, None),
     )
     if made.resource_class not in classes:
         node.fail("class", f"there is no class {shown(made.resource_class)}")
@@ -282,6 +293,7 @@ def _defaults(
         ("timeout_s", made.timeout_s, caps.timeout_s),
         ("ttl_s", made.ttl_s, caps.ttl_s),
         ("output_limit", made.output_bytes, caps.output_bytes),
+        ("idle_timeout_s", made.idle_timeout_s or 0, caps.idle_timeout_s or math.inf),
     ):
         if value > cap:
             node.fail(word, f"{value:g} is over the cap of {cap:g}")

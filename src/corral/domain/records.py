@@ -69,6 +69,8 @@ class SandboxRecord:
     one_shot: bool = True
     failure: str | None = None
     """Reason of `failed`/`lost`/`terminated`."""
+    idle_timeout_ms: int | None = None
+    """How long it may be without activity (`domain.expiry`); None = for ever."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from corral.domain.records import (
     SandboxView,
     Transition,
 )
+from corral.ports.expiry import ExpiryStore
 from corral.ports.identity import IdentityStore
 from corral.ports.leases import LeaseStore
 from corral.ports.queue import Charge, QueueStore, Ticket
@@ -42,7 +43,7 @@ from corral.ports.webhooks import WebhookStore
 from corral.ports.workers import WorkerStore
 
 
-class Store(QueueStore, IdentityStore, LeaseStore, WorkerStore, WebhookStore, Protocol):
+class Store(QueueStore, IdentityStore, LeaseStore, WorkerStore, WebhookStore, ExpiryStore, Protocol):
     """See the module docstring; `None` from a `get_*` means that there is no such row."""
 
     async def open(self) -> None: ...

@@ -27,6 +27,7 @@ from corral.domain.records import (
 )
 from corral.ports.queue import Charge, Ticket
 
+from .memory_expiry import MemoryExpiry
 from .memory_identity import MemoryIdentity
 from .memory_leases import MemoryLeases
 from .memory_queue import MemoryQueue
@@ -74,7 +75,7 @@ T = TypeVar("T")
 _ABSENT: Any = object()
 
 
-class MemoryStore(MemoryQueue, MemoryIdentity, MemoryLeases, MemoryWorkers, MemoryWebhooks):
+class MemoryStore(MemoryQueue, MemoryIdentity, MemoryLeases, MemoryWorkers, MemoryWebhooks, MemoryExpiry):
     """`corral.ports.store.Store` in dictionaries. Rows survive `close` and `open` of the same object."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from corral.domain.records import (
 from corral.ports.queue import Charge, Ticket
 
 from . import transactions
+from .expiry import SqlExpiry
 from .identity import SqlIdentity
 from .leases import SqlLeases
 from .queue import SqlQueue
@@ -48,7 +49,7 @@ from .webhooks import SqlWebhooks
 from .workers import SqlWorkers
 
 
-class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks):
+class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExpiry):
     """See the module docstring."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------

@@ -19,11 +19,13 @@ def upgrade() -> None:
     _workers()
     _queue()
     _leases()
+    _expiry()
     _identity()
 
 
 def downgrade() -> None:
     _no_identity()
+    _no_expiry()
     _no_leases()
     _no_queue()
     _no_workers()
@@ -60,9 +62,19 @@ def _workers() -> None:
         op.add_column(table, _int("watched_until", default=0))
     op.add_column("exec", _text("step", null=True))
     _index("ux_exec_run_id_step", "exec", "run_id", "step", only="step IS NOT NULL", unique=True)
+    _index("ix_run_sandbox_id", "run", "sandbox_id", only="state <> 'finished'")
+    _index(
+        "ix_sandbox_last_active_at_one_shot",
+        "sandbox",
+        "last_active_at",
+        "sandbox_id",
+        only="one_shot AND state <> 'terminated'",
+    )
 
 
 def _no_workers() -> None:
+    op.drop_index("ix_sandbox_last_active_at_one_shot", "sandbox")
+    op.drop_index("ix_run_sandbox_id", "run")
     op.drop_index("ux_exec_run_id_step", "exec")
     op.drop_column("exec", "step")
     for table in ("exec", "run"):
@@ -155,7 +167,10 @@ def _queue() -> None:
         "run_queue",
         _text("run_id", key=True),
         _text("tenant_id"),
-        *(_int(name, default=0) for name in ("place", "cost", "sandboxes", "cpu", "memory", "queued_at", "deadline_at")),
+        *(
+            _int(name, default=0)
+            for name in ("place", "cost", "sandboxes", "cpu", "memory", "queued_at", "deadline_at")
+        ),
     )
     _index("ix_run_queue_tenant_id_place_run_id", "run_queue", "tenant_id", "place", "run_id")
     op.create_table(
@@ -232,3 +247,20 @@ def _no_queue() -> None:
         _int("released_at"),
     )
     _index("ix_reservation_tenant_id", "reservation", "tenant_id", only="released_at IS NULL")
+
+
+# -- expiry ------------------------------------------------------------------------------------------------------------------------
+
+
+def _expiry() -> None:
+    op.add_column("sandbox", _int("idle_timeout_ms"))
+    lives, idles = "state <> 'terminated' AND state <> 'sanitizing'", sa.text("idle_timeout_ms IS NOT NULL")
+    _index("ix_sandbox_expires_at", "sandbox", "expires_at", "sandbox_id", only=lives)
+    ends = sa.text("(last_active_at + idle_timeout_ms)")
+    op.create_index("ix_sandbox_idle", "sandbox", [ends, "sandbox_id"], sqlite_where=idles, postgresql_where=idles)
+
+
+def _no_expiry() -> None:
+    op.drop_index("ix_sandbox_idle", "sandbox")
+    op.drop_index("ix_sandbox_expires_at", "sandbox")
+    op.drop_column("sandbox", "idle_timeout_ms")
