@@ -31,6 +31,7 @@ COMMANDS = {
     "tenant": ("corral.cli.tenant", "Create, list, disable and remove tenants."),
     "key": ("corral.cli.key", "Create, list, revoke and rotate keys of the API."),
     "serve": ("corral.cli.serve", "Serve the API on a TCP port."),
+    "db": ("corral.cli.db", "Check, upgrade and back up the database."),
     "mcp": ("corral.cli.mcp", "Serve the sandbox to a model over MCP."),
     "gc": ("corral.cli.gc", "Remove what no sandbox owns any more."),
     "doctor": ("corral.cli.doctor", "Say what this host can do."),

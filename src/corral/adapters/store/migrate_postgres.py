@@ -14,7 +14,7 @@ from corral import faults
 from corral.errors import CorralError
 
 from . import migrate
-from .postgres_session import connected, described
+from .postgres_session import connected, described, refusal
 
 _LOCK = int.from_bytes(b"corral_m", "big")
 _LOCK_WAIT_S = 60
@@ -22,12 +22,12 @@ _LOCK_WAIT_S = 60
 
 def ensure(url: str) -> None:
     """Make the tables of an empty database; `store_error` (not retryable) for another version or a foreign database."""
-    with _connection(url) as connection:
-        found = version(connection, url)
+    with connection(url) as opened:
+        found = version(opened, url)
     if found is None:
-        run_alembic(url, only_empty=True)
-        with _connection(url) as connection:
-            found = version(connection, url)
+        run_alembic(url, expected=None)
+        with connection(url) as opened:
+            found = version(opened, url)
     if found != migrate.HEAD:
         raise migrate.refusal(described(url), str(found), POSTGRES)
 
@@ -39,24 +39,23 @@ POSTGRES = migrate.Words(
 )
 
 
-def _connection(url: str) -> psycopg.Connection[Any]:
+def connection(url: str) -> psycopg.Connection[Any]:
+    """A connection outside the store's own; `store_error` if there is none to be had."""
     try:
         return connected(url)
     except psycopg.Error as error:
-        from .postgres import _translate
-
-        raise _translate(error, described(url)) from error
+        raise refusal(error, described(url)) from error
 
 
-def version(connection: psycopg.Connection[Any], url: str) -> str | None:
+def version(opened: psycopg.Connection[Any], url: str) -> str | None:
     """The revision that the database has, None if it is empty. Raises `store_error` if it is no database of ours."""
     where = described(url)
-    [(encoding,)] = connection.execute("SELECT current_setting('server_encoding')").fetchall()
+    [(encoding,)] = opened.execute("SELECT current_setting('server_encoding')").fetchall()
     if encoding != "UTF8":
         raise migrate.foreign(where, f"its encoding is {encoding}, not UTF8", POSTGRES)
     tables = {
         row[0]
-        for row in connection.execute(
+        for row in opened.execute(
             "SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
             " WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v')"
         )
@@ -65,7 +64,7 @@ def version(connection: psycopg.Connection[Any], url: str) -> str | None:
         return None
     if "alembic_version" not in tables:
         raise migrate.foreign(where, "it has tables, but none that says its version", POSTGRES)
-    rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+    rows = opened.execute("SELECT version_num FROM alembic_version").fetchall()
     if not rows and tables == {"alembic_version"}:
         return None
     if len(rows) != 1:
@@ -73,21 +72,21 @@ def version(connection: psycopg.Connection[Any], url: str) -> str | None:
     return str(rows[0][0])
 
 
-def run_alembic(url: str, revision: str = "head", *, down: bool = False, only_empty: bool = False) -> None:
-    """Bring the database to `revision` in one transaction, alone. `only_empty`: unless somebody else has made the tables meanwhile."""
+def run_alembic(url: str, revision: str = "head", *, down: bool = False, expected: str | None) -> None:
+    """Bring the database to `revision` in one transaction, alone; nothing if it is not of the `expected` version any more."""
     import sqlalchemy
 
     engine = sqlalchemy.create_engine(
         "postgresql+psycopg://", creator=lambda: _raw(url), poolclass=sqlalchemy.pool.NullPool
     )
     try:
-        with engine.begin() as connection:
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_WAIT_S}s'")
-            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
-            raw: Any = connection.connection.dbapi_connection
-            if only_empty and version(raw, url) is not None:
-                return
-            migrate.alembic(connection, revision, down=down)
+        with engine.begin() as transaction:
+            transaction.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_WAIT_S}s'")
+            transaction.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
+            raw: Any = transaction.connection.dbapi_connection
+            if version(raw, url) != expected:
+                return  # somebody was quicker
+            migrate.alembic(transaction, revision, down=down)
             faults.point("store.migrate.before")
     except sqlalchemy.exc.SQLAlchemyError as error:
         raise CorralError("store_error", f"the tables in {described(url)} cannot be changed: {error}") from error
@@ -96,6 +95,6 @@ def run_alembic(url: str, revision: str = "head", *, down: bool = False, only_em
 
 
 def _raw(url: str) -> psycopg.Connection[Any]:
-    connection = _connection(url)
-    connection.autocommit = False
-    return connection
+    opened = connection(url)
+    opened.autocommit = False
+    return opened

@@ -10,7 +10,6 @@ themselves.
 from __future__ import annotations
 
 import random
-import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +21,7 @@ from corral import faults
 from corral.errors import CorralError
 
 from . import migrate_postgres, transactions
-from .postgres_session import Interrupted, Session, Unanswered, described
-from .rows import conflict
+from .postgres_session import Interrupted, Session, Unanswered, described, refusal
 from .threaded import Jobs, StoreThread, ThreadedStore
 from .transacting import Tx
 
@@ -36,8 +34,6 @@ _READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _AGAIN = ("40001", "40P01")
 _ATTEMPTS = 10
 _CONNECTIONS = 3
-# What a refused connection says has no code.
-_REFUSED = re.compile(r"password|role .* does not exist|database .* does not exist|pg_hba\.conf")
 
 
 class _PostgresTx:
@@ -61,34 +57,6 @@ class _PostgresTx:
         return self._now
 
 
-def _translate(error: psycopg.Error, where: str) -> CorralError:
-    told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    state = error.sqlstate or ""
-    if state == "23505":
-        return conflict(f"it exists already ({told})")
-    if state in ("28P01", "28000", "3D000") or (not state and "FATAL" in told and _REFUSED.search(told)):
-        return CorralError(
-            "store_error",
-            f"{where} refuses the connection: {told}",
-            hint="check user, password and database in the database URL",
-            retryable=False,
-        )
-    if state in ("42P01", "42703"):
-        return CorralError(
-            "store_error",
-            f"{where} has other tables than this version: {told}",
-            hint="corral db check --database-url URL says which version it is of",
-            retryable=False,
-        )
-    if state == "25006":
-        return CorralError("store_error", f"{where} is read-only: {told}", hint="is it a standby?")
-    if state in ("57014", "55P03", "25P03") or isinstance(error, Unanswered):
-        return CorralError("store_error", f"{where} does not answer in time: {told}", hint="is it overloaded?")
-    if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or state[:2] in ("08", "53", "57", "40"):
-        return CorralError("store_error", f"{where} does not answer: {told}", hint="is PostgreSQL running there?")
-    return CorralError("store_error", f"{where} refuses: {told}", retryable=False)
-
-
 class _Worker(StoreThread):
     """A thread with a session, for writing or for reading."""
 
@@ -107,7 +75,7 @@ class _Worker(StoreThread):
                 f"{self._where} broke off in the middle of a commit: whether it happened is unknown",
                 hint="read the current state and decide again",
             )
-        return _translate(error, self._where) if isinstance(error, psycopg.Error) else error
+        return refusal(error, self._where) if isinstance(error, psycopg.Error) else error
 
     def disconnect(self) -> None:
         session, self._session = self._session, None

@@ -24,6 +24,8 @@ from psycopg.errors import error_from_result
 
 from corral.errors import CorralError
 
+from .rows import conflict
+
 CONNECT_S = 5
 STATEMENT_S = 20
 """What the server gives a statement; and how long it lets a transaction of ours do nothing."""
@@ -46,6 +48,10 @@ _SETTINGS = (
 )
 _TEXT, _INT8, _BOOL, _FLOAT8 = 25, 20, 16, 701
 _NAMED = re.compile(r"""'(?:[^']|'')*'|"[^"]*"|::|:([a-z_][a-z0-9_]*)""", re.IGNORECASE)
+
+
+# What a refused connection says has no code.
+_REFUSED = re.compile(r"password|role .* does not exist|database .* does not exist|pg_hba\.conf")
 
 
 class Unanswered(psycopg.OperationalError):
@@ -110,6 +116,35 @@ def described(url: str) -> str:
     port = f":{parts['port']}" if "port" in parts and not place.startswith("/") else ""
     where = f"{user}{port}/{parts.get('dbname', '')}?host={place}" if place.startswith("/") else ""
     return f"postgresql://{where or f'{user}{place}{port}/' + str(parts.get('dbname', ''))}"
+
+
+def refusal(error: psycopg.Error, where: str) -> CorralError:
+    """The error of ours for one of the driver."""
+    told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    state = error.sqlstate or ""
+    if state == "23505":
+        return conflict(f"it exists already ({told})")
+    if state in ("28P01", "28000", "3D000") or (not state and "FATAL" in told and _REFUSED.search(told)):
+        return CorralError(
+            "store_error",
+            f"{where} refuses the connection: {told}",
+            hint="check user, password and database in the database URL",
+            retryable=False,
+        )
+    if state in ("42P01", "42703"):
+        return CorralError(
+            "store_error",
+            f"{where} has other tables than this version: {told}",
+            hint="corral db check --database-url URL says which version it is of",
+            retryable=False,
+        )
+    if state == "25006":
+        return CorralError("store_error", f"{where} is read-only: {told}", hint="is it a standby?")
+    if state in ("57014", "55P03", "25P03") or isinstance(error, Unanswered):
+        return CorralError("store_error", f"{where} does not answer in time: {told}", hint="is it overloaded?")
+    if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or state[:2] in ("08", "53", "57", "40"):
+        return CorralError("store_error", f"{where} does not answer: {told}", hint="is PostgreSQL running there?")
+    return CorralError("store_error", f"{where} refuses: {told}", retryable=False)
 
 
 def connected(url: str, **more: Any) -> psycopg.Connection[Any]:
