@@ -56,3 +56,7 @@ class WorkerStore(Protocol):
     async def stale_sandboxes(self, states: Sequence[str], before_ms: int, limit: int = 100) -> list[SandboxView]:
         """Sandboxes in one of these states that nobody has moved since `before_ms` (`last_active_at`), oldest first."""
         ...
+
+    async def abandoned_sandboxes(self, before_ms: int, limit: int = 100) -> list[SandboxView]:
+        """One-shot sandboxes that are not terminated, that nobody has moved since `before_ms`, and whose run is over, oldest first."""
+        ...

@@ -12,12 +12,12 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from corral.domain.records import RunRecord, SandboxView, WorkerRecord
+from corral.domain.records import RunRecord, SandboxView
 from corral.errors import CorralError
 from corral.services.control import Core
 from corral.services.executor import Executor
 from corral.services.lifecycle import Lifecycle
-from corral.services.sandboxes import LIVING_STATES, Sandboxes
+from corral.services.sandboxes import Sandboxes
 
 Json = dict[str, Any]
 MAKING = ("requested", "planning", "allocating", "provisioning", "locking", "ready")
@@ -31,7 +31,6 @@ AT_ONCE = 20
 COMMANDS = ("create_instance", "fence", "fence_adopt", "condemn_instance", "destroy")
 """Kinds of commands that any worker can do from the sandbox's stored state. Execs are their drivers'."""
 RESTORED = "the database was restored from an older copy"
-PAGE = 500
 
 
 class Workers:
@@ -43,11 +42,9 @@ class Workers:
         self._executor = executor
         self._sandboxes = sandboxes
         self._news = asyncio.Event()
-        self._seen_dead: set[str] = set()
         self._high_water = 0
         self._count = 0
         """Beats that are in the store."""
-        self._rows: list[WorkerRecord] = []
         self._regression_ms = 0
         """Of `Core.regressed_ms`, what has been dealt with."""
         self._joined = False
@@ -64,7 +61,6 @@ class Workers:
         await core.endure(self.beat)
         self._joined = True
         await core.endure(self.adopt)
-        await core.endure(self._look_for_one_shots)
 
     def begin(self) -> None:
         """The loops."""
@@ -99,7 +95,6 @@ class Workers:
             try:
                 await self.beat()
                 await self.adopt()
-                await self._look_at_the_dead()
                 core.store_works()
             except CorralError as error:
                 if error.code == "store_error":
@@ -126,7 +121,7 @@ class Workers:
         facts = {"pid": os.getpid(), "node_id": core.node.node_id, "beat": self._count + 1}
         beat = await core.store.beat(core.worker, ttl_ms, facts, core.watchers.watched, ttl_ms)
         core.beaten(at, beat)
-        self._rows, self._count = rows, self._count + 1
+        self._count += 1
         if older or beat.last_event_id < self._high_water:
             core.log("the store is older than it was: it was restored from a copy")
             core.set_back()
@@ -180,37 +175,6 @@ class Workers:
             if mine and run.created_at <= core.regressed_ms:
                 await self._executor.give_up(run, RESTORED)
 
-    # -- the dead --------------------------------------------------------------------------------------------------------------
-    async def _look_at_the_dead(self) -> None:
-        """A worker that died may have left one-shot sandboxes whose runs it had finished: nothing drives them any more."""
-        core = self._core
-        now = core.store_ms()
-        dead = {row.worker_id for row in self._rows if row.alive_until <= now and row.worker_id != core.worker}
-        if dead - self._seen_dead:
-            await self._look_for_one_shots()
-        self._seen_dead = dead
-
-    async def _look_for_one_shots(self) -> None:
-        core = self._core
-        views = [view for view in await self._living() if view.sandbox.one_shot]
-        if not views:
-            return
-        wanted = {run.sandbox_id for run in await core.store.open_runs()}
-        for view in views:
-            row = view.sandbox
-            if row.sandbox_id not in wanted and row.state not in ENDED:
-                self._remove(view)
-
-    async def _living(self) -> list[SandboxView]:
-        views: list[SandboxView] = []
-        after: str | None = None
-        while True:
-            page = await self._core.store.list_sandboxes(None, states=LIVING_STATES, after=after, limit=PAGE)
-            views += page
-            if len(page) < PAGE:
-                return views
-            after = page[-1].sandbox.sandbox_id
-
     # -- commands, and the level below them ------------------------------------------------------------------------------------
     async def _bring_on(self) -> None:
         core = self._core
@@ -223,7 +187,7 @@ class Workers:
                 await self.commands()
                 if looks % 5 == 0:
                     await self.stale()
-                if looks % 30 == 0:
+                if looks % 60 == 0:
                     await self.compare()
                 looks += 1
             except CorralError as error:
@@ -273,7 +237,7 @@ class Workers:
         return None
 
     async def stale(self) -> None:
-        """Bring on what is on its way from one state to another and has not been moved for a while."""
+        """Bring on what is on its way from one state to another and has not been moved for a while; end what no run needs any more."""
         core = self._core
         before = core.store_ms() - round(core.delays["stale_s"] * 1000)
         for view in await core.store.stale_sandboxes((*MAKING, *ENDED, *self.movers), before, AT_ONCE):
@@ -284,6 +248,8 @@ class Workers:
                 await self._make(view)
             elif (move := self.movers.get(state)) is not None:
                 core.spawn(_quietly(move(view)), f"{view.sandbox.sandbox_id} {state}")
+        for view in await core.store.abandoned_sandboxes(before, AT_ONCE):
+            self._remove(view)
 
     async def _make(self, view: SandboxView) -> None:
         row = view.sandbox

@@ -109,8 +109,26 @@ class MemoryWorkers(MemoryBase):
                 and row["state"] != "terminated"
                 and int(row["last_active_at"] or 0) < before_ms
             ]
-            found.sort(key=lambda row: (int(row["last_active_at"] or 0), str(row[SANDBOX.key])))
-            return [self._view(row) for row in found[: page_size(limit)]]
+            return self._oldest(found, limit)
+
+        return await self._transact(work)
+
+    def _oldest(self, found: list[Row], limit: int) -> list[SandboxView]:
+        found.sort(key=lambda row: (int(row["last_active_at"] or 0), str(row[SANDBOX.key])))
+        return [self._view(row) for row in found[: page_size(limit)]]
+
+    async def abandoned_sandboxes(self, before_ms: int, limit: int = 100) -> list[SandboxView]:
+        def work() -> list[SandboxView]:
+            wanted = {row["sandbox_id"] for row in self._runs.values() if _open_run(row)}
+            found = [
+                row
+                for row in self._sandboxes.values()
+                if row["one_shot"]
+                and row["state"] != "terminated"
+                and int(row["last_active_at"] or 0) < before_ms
+                and row["sandbox_id"] not in wanted
+            ]
+            return self._oldest(found, limit)
 
         return await self._transact(work)
 

@@ -99,6 +99,17 @@ def stale_sandboxes(tx: Tx, states: Sequence[str], before_ms: int, limit: int) -
     return views(tx, [SANDBOX.decode(row) for row in found])
 
 
+def abandoned_sandboxes(tx: Tx, before_ms: int, limit: int) -> list[SandboxView]:
+    found = tx.rows(
+        f"SELECT {SANDBOX.qualified('s')} FROM sandbox s WHERE s.one_shot AND s.state <> 'terminated'"
+        " AND s.last_active_at < :before AND NOT EXISTS"
+        " (SELECT 1 FROM run r WHERE r.sandbox_id = s.sandbox_id AND r.state <> 'finished')"
+        " ORDER BY s.last_active_at, s.sandbox_id LIMIT :limit",
+        {"before": before_ms, "limit": page_size(limit)},
+    )
+    return views(tx, [SANDBOX.decode(row) for row in found])
+
+
 class SqlWorkers(Transacting):
     """`ports.workers.WorkerStore`."""
 
@@ -124,3 +135,6 @@ class SqlWorkers(Transacting):
 
     async def stale_sandboxes(self, states: Sequence[str], before_ms: int, limit: int = 100) -> list[SandboxView]:
         return await self._read(stale_sandboxes, tuple(states), before_ms, limit)
+
+    async def abandoned_sandboxes(self, before_ms: int, limit: int = 100) -> list[SandboxView]:
+        return await self._read(abandoned_sandboxes, before_ms, limit)

@@ -7,6 +7,7 @@ database of its own. `corral.testing.pytest_suites.StoreConformance` wraps them 
 from __future__ import annotations
 
 from corral.testing.store import (  # each registers its checks
+    expiry,
     identity,
     instances,
     leases,
@@ -16,6 +17,7 @@ from corral.testing.store import (  # each registers its checks
     sandboxes,
     values,
     webhooks,
+    workers,
 )
 from corral.testing.store.bench import (
     CHECKS,
@@ -39,6 +41,7 @@ __all__ = [
     "MakeStore",
     "audit",
     "check",
+    "expiry",
     "identity",
     "instances",
     "leases",
@@ -50,4 +53,5 @@ __all__ = [
     "sandboxes",
     "values",
     "webhooks",
+    "workers",
 ]
