@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from corral.ports.coordination import Coordination
     from corral.ports.node import Node
     from corral.ports.database import Database
-    from corral.ports.database import Database
     from corral.ports.store import Store
     from corral.services.control import Services
 
@@ -386,15 +385,6 @@ def make_store(settings: config.Config) -> Store:
     from corral.adapters.store.sqlite import SqliteStore
 
     return SqliteStore(os.path.join(settings.state_dir, "corral.db"), _now_ms)
-
-
-def make_database(settings: config.Config) -> Database:
-    """The same database, for who looks after it."""
-    from corral.adapters.store.databases import PostgresDatabase, SqliteDatabase
-
-    if settings.database_url is not None:
-        return PostgresDatabase(settings.database_url)
-    return SqliteDatabase(os.path.join(settings.state_dir, "corral.db"))
 
 
 def make_database(settings: config.Config) -> Database:

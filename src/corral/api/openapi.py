@@ -17,6 +17,7 @@ from corral.api.calls import ANYBODY, MAX_WAIT_S, Route
 from corral.api.files import MAX_PAGE
 from corral.api.identity_schemas import SCHEMAS
 from corral.api.lease_schemas import SCHEMAS as LEASE_SCHEMAS
+from corral.api.queue_schemas import SCHEMAS as QUEUE_SCHEMAS
 from corral.api.routes import MAX_OFFSET, ROUTES
 from corral.api.schemas import FIELDS, IDENT, TEXT, ref, schemas
 from corral.domain.request import EXEC_FIELDS, RUN_FIELDS, SANDBOX_FIELDS
@@ -197,6 +198,11 @@ OPERATIONS: dict[str, Operation] = {
     "POST /v1/keys/{key_id}/rotate": Operation(
         "Make a successor of a key", {201: "NewKey"}, (), (KEY,), "RotateRequest", body_needed=False
     ),
+    "GET /v1/queue": Operation("The tenant's queued runs in their order, and what it holds", {200: "Queue"}, ("limit",)),
+    "GET /v1/webhooks/secret": Operation("What the tenant's webhooks are signed with", {200: "WebhookSecret"}),
+    "POST /v1/webhooks/secret/rotate": Operation(
+        "Sign with a new secret; the old one signs beside it for a day", {200: "WebhookSecret"}
+    ),
     "POST /v1/gc": Operation("Remove what no sandbox owns", {200: "Garbage"}, ("unknown",)),
     "GET /v1/doctor": Operation("What this host can do", {200: "Doctor"}, ("fresh", "security")),
     "GET /openapi.json": Operation("This document", {200: "Nothing"}),
@@ -261,7 +267,7 @@ def document() -> Json:
         "security": [{"key": []}, {"token": []}],
         "paths": paths,
         "components": {
-            "schemas": {**schemas(), **SCHEMAS, **LEASE_SCHEMAS},
+            "schemas": {**schemas(), **SCHEMAS, **LEASE_SCHEMAS, **QUEUE_SCHEMAS},
             "responses": {
                 "Problem": {
                     "description": "A refusal or a failure, with what to do about it",

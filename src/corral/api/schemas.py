@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from corral.api import queue_schemas
 from corral.api.lease_schemas import SHOWN as LEASE_SHOWN
 from corral.domain.facts import Usage
 from corral.domain.grade import LETTERS
@@ -129,6 +130,7 @@ FIELDS: Json = {
     "tmp": SIZE,
     "output_limit": SIZE,
     "output_kill": SIZE,
+    **queue_schemas.FIELDS,
     "resources": None,  # made below, from the words above
     "runtime": NAME,
     "template": NAME,
@@ -230,6 +232,7 @@ def schemas() -> Json:
                 "properties": {n: decision for n in ("plan", "guard", "reuse", "placement")},
             },
             "result": _or_null(ref("Result")),
+            **queue_schemas.RUN_MEMBERS,
             "agent_view": TEXT,
         },
         ("agent_view",),
@@ -490,6 +493,7 @@ def schemas() -> Json:
                 "templates": _list(_object(summary)),
                 "bases": _object({"count": COUNT, "size_bytes": COUNT, "unused": COUNT, "unused_bytes": COUNT}),
                 "leftovers": _list(leftover),
+                "quota": queue_schemas.DRIFT,
                 "security": {**security, "description": "With `security` only."},
             },
             ("security",),

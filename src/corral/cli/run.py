@@ -21,6 +21,7 @@ from corral.client import Transport
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="FILE [ARGS]... | -c CODE [ARGS]... | -- ARGV...")
 @words.program_options
 @words.sandbox_options
+@words.queue_options
 @click.option("--keep", is_flag=True, help="Leave the sandbox alive, leased to you for --ttl.")
 @click.pass_context
 def command(ctx: click.Context, /, program: tuple[str, ...], as_json: bool, **given: Any) -> None:

@@ -24,7 +24,7 @@ AGENT_VIEW_CHARS = 8000
 _AGENT_VIEW_RANGE = range(200, 1_000_001)
 
 RESOURCES = ("timeout", "memory", "cpu", "pids", "disk", "tmp", "output_limit", "output_kill")
-_EXAMPLES = {"timeout": "60", "ttl": "3600", "cpu": "0.5", "pids": "128"}
+_EXAMPLES = {"timeout": "60", "ttl": "3600", "queue_timeout": "600", "cpu": "0.5", "pids": "128"}
 _NUMBERS = tuple(_EXAMPLES)
 _TAKES_ANYTHING = ("-c", "--shell")
 """Options whose value may look like an option."""
@@ -39,6 +39,8 @@ _HELP = {
     "tmp": "Bytes under /tmp.",
     "output_limit": "Output kept in the result, per stream, such as 10M.",
     "output_kill": "Output per stream that ends the program; else 10 times the limit.",
+    "priority": "high, normal or low: the order of your own runs in the queue.",
+    "queue_timeout": "Seconds that the run may wait in the queue.",
     "runtime": "bubblewrap, crun, runc or runsc.",
     "template": "host, busybox, polyglot or one of the operator's.",
     "isolation": "standard or strong.",
@@ -99,6 +101,15 @@ def sandbox_options(function: F) -> F:
         click.option("--ttl", "ttl", metavar="SECONDS", help="How long the sandbox lives."),
     )
     return _apply(function, (*(_option(name) for name in names), *more))
+
+
+def queue_options(function: F) -> F:
+    """How a run waits for its turn, and who is told of its end."""
+    names = ("priority", "queue_timeout")
+    hook = click.option(
+        "--webhook", "webhook", metavar="URL", help="Tell this URL of the end; signed with the tenant's secret."
+    )
+    return _apply(function, (*(_option(name) for name in names), hook))
 
 
 def program_options(function: F) -> F:
@@ -204,7 +215,7 @@ def program(ctx: click.Context, given: Json, words: Sequence[str], argv_field: s
 def common(given: Json, code_path: str | None = None, code: str | None = None) -> Json:
     """The members that have the same word on both sides; what was not said is left out. `code_path` is what FILE has taken."""
     document: Json = {}
-    for name in (*RESOURCES, *PLACES, "cwd", "user", "ttl"):
+    for name in (*RESOURCES, *PLACES, "cwd", "user", "ttl", "priority", "queue_timeout", "webhook"):
         if given.get(name) is not None:
             document[name] = _number(name, given[name]) if name in _NUMBERS else given[name]
     for name in ("outputs", "dep"):
@@ -252,7 +263,7 @@ def _number(name: str, text: str) -> int | float:
         detail = str(error)
         if name == "cpu":
             detail = f"{shown(text)} is not a number of CPUs; write decimals, such as 2 or 0.5"
-        hint = f"for example --{name} {_EXAMPLES[name]}"
+        hint = f"for example --{name.replace('_', '-')} {_EXAMPLES[name]}"
         raise CorralError("invalid_value", detail, hint=hint, field=f"/{name}") from error
 
 

@@ -183,6 +183,13 @@ class RunRequest(Wishes, Program, total=False):
     command: Sequence[str] | None
     code_path: str | None
     keep: bool | None
+    priority: Literal["high", "normal", "low"] | None
+    queue_timeout_s: float | None
+    """How long it may wait in the queue."""
+    expected_s: float | None
+    """How long it will probably run."""
+    webhook: str | Json | None
+    """Who is told of its end: a URL, or `url` and `secret`."""
 
 
 class SandboxRequest(Wishes, total=False):

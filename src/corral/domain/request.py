@@ -170,15 +170,13 @@ LATER_FIELDS = (
     "contention",
     "retry",
     "yield_after_s",
-    "expected_s",
 )
-RUN_LATER = tuple(name for name in LATER_FIELDS if name != "expected_s")
 _PLACE = ("runtime", "template", "isolation", "network", "session")
 _EXECUTION = ("code", "language", "shell", "args", "stdin", "stdin_base64", "env", "cwd", "user", "outputs", "attached")
 RUN_FIELDS = frozenset(
     (*RESOURCE_FIELDS, *LATER_FIELDS, *_PLACE, *_EXECUTION)
     + ("command", "code_path", "files", "resources", "keep", "ttl_s", "ttl", "timeout_s", "timeout", "pty")
-    + ("priority", "queue_timeout_s", "queue_timeout", "webhook")
+    + ("priority", "queue_timeout_s", "queue_timeout", "expected_s", "webhook")
 )
 SANDBOX_FIELDS = frozenset(
     (*RESOURCE_FIELDS, *LATER_FIELDS, *_PLACE, "files", "resources", "ttl_s", "ttl", "timeout_s", "timeout")
@@ -192,7 +190,7 @@ EXEC_FIELDS = frozenset(
 def parse_run(doc: Any, host: HostCaps, names: Names = NO_NAMES) -> RunRequest:
     """`POST /v1/runs`: see the module docstring. `names` tell the language of a FILE; without them it has to be said."""
     fields = _Fields(doc, RUN_FIELDS)
-    fields.refuse_later(*RUN_LATER, "pty")
+    fields.refuse_later(*LATER_FIELDS, "pty")
     shape = fields.program(("code", "command", "shell"))
     code_path = fields.relative_path("code_path")
     if code_path is not None and shape != "code":

@@ -229,6 +229,8 @@ class Upkeep:
         removed = await core.node.gc() | await self.templates.sweep()
         if forgotten:
             removed["instance"] = removed.get("instance", 0) + forgotten
+        if mended := await self._executor.queue.mend():
+            removed["reservation"] = mended
         return {"removed": removed, "sandboxes": finished, "leftovers": await self._leftovers()}
 
     async def _leftovers(self) -> list[Json]:
@@ -299,6 +301,7 @@ class Upkeep:
             "default_reason": why,
             "templates": await core.node.templates(),
             "bases": await self.templates.bases(),
+            "quota": await self._executor.queue.drift(),
         }
         if security:
             more["security"] = self._documents.security(runtimes, checks, core.unsafe)

@@ -235,7 +235,7 @@ def test_a_refusal_says_what_would_be_right(doc, hint):
 @pytest.mark.parametrize(
     "name, value",
     [("dependencies", {"python": ["numpy"]}), ("dep", ["numpy"]), ("secrets", ["x"]), ("task", {"prompt": "x"}), ("project", "x"),
-     ("skills", ["x"]), ("contention", "wait"), ("retry", "safe"), ("yield_after_s", 1), ("expected_s", 1), ("session", "s"),
+     ("skills", ["x"]), ("contention", "wait"), ("retry", "safe"), ("yield_after_s", 1), ("session", "s"),
      ("network", "pypi"), ("pty", True)],
 )  # fmt: skip
 def test_fields_of_later_versions_are_refused_by_name_unless_empty(name, value):
