@@ -89,6 +89,9 @@ class Issuer:
         self._thread.start()
 
     def stop(self) -> None:
+        """Again: nothing."""
+        if not self._thread.is_alive():
+            return
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(10)

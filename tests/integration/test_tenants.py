@@ -24,6 +24,7 @@ from corral.api.routes import ROUTES
 from corral.client.sdk import Corral
 from corral.domain.ids import new_id
 from corral.errors import CorralError
+from oidc_issuer import Issuer
 
 from .test_serve import PATIENCE_S, Server, _empty, _state
 
@@ -528,3 +529,45 @@ def test_beyond_loopback_keys_of_tenants_need_tls_as_the_first_one_does(tmp_path
     assert corral("tenant", "create", "acme", **here).returncode == 0
     refused = corral("serve", "--host", "0.0.0.0", "--port", "0", **here)
     assert refused.returncode == 2 and "TLS" in refused.stderr and refused.stdout == ""
+
+
+def test_a_token_of_the_configured_issuer_opens_what_its_claims_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer = Issuer(tmp_path)
+    state = _state("fake", tmp_path, monkeypatch)
+    state.mkdir(mode=0o700)
+    (state / "config.toml").write_text(
+        f"[oidc]\nissuer = '{issuer.url}'\naudience = 'corral'\ntenant_claim = 'tenant'\nca_file = '{issuer.ca_file}'\n"
+        "leeway_s = 0\n[oidc.scopes]\nsandboxes = ['run']\nlook = ['read']\n"
+    )
+    server = Server(state).started(first=True)
+    try:
+        assert server.json("POST", "/v1/tenants", {"id": "acme"})[0] == 201
+        good = issuer.token()
+        status, who, _ = called(server, good, "GET", "/v1/whoami")
+        assert (
+            status == 200 and {"tenant": "acme", "user": "li", "by": "token", "owner": "user:li"}.items() <= who.items()
+        )
+        with Corral(url=server.url, key=good) as c, pytest.raises(CorralError, match="several tenants") as weak:
+            c.run(shell="true", runtime="fake")  # it only watches
+        assert "isolation.require_enforced" in str(weak.value.hint)
+        assert called(server, issuer.token("two", scope="look"), "GET", "/v1/runs")[0] == 200
+        assert called(server, issuer.token(scope="look"), "POST", "/v1/runs", {"shell": "true"})[0] == 403
+        assert called(server, issuer.token(scope="nothing"), "GET", "/v1/runs")[0] == 403
+        for bad in (
+            issuer.token(tenant="nobodys"),
+            issuer.token(aud="other"),
+            issuer.token(exp=int(time.time()) - 1),
+            good[:-8] + "AAAAAAAA",
+        ):
+            assert called(server, bad, "GET", "/v1/runs")[0] == 401
+        issuer.stop()
+        assert called(server, issuer.token(), "GET", "/v1/runs")[0] == 200, "known keys go on without the issuer"
+        brief = issuer.token(exp=int(time.time()) + 2)
+        assert called(server, brief, "GET", "/v1/runs")[0] == 200
+        refused_within(server, brief, 5.0)
+    finally:
+        _, said = server.ended()
+        issuer.stop()
+    assert "Traceback" not in said and good not in said

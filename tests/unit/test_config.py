@@ -99,3 +99,45 @@ def test_a_wrong_program_of_the_oci_family_is_refused_by_name(tmp_path: Path, te
     with pytest.raises(CorralError) as caught:
         config.load(str(tmp_path), environ={})
     assert caught.value.code == "invalid_value" and word in caught.value.detail and caught.value.hint
+
+
+OIDC = "[oidc]\nissuer = 'https://id.example'\naudience = 'corral'\n"
+
+
+def test_an_issuer_of_tokens_is_configured_by_a_table(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(
+        OIDC + "tenant_claim = 'org'\nalgorithms = ['ES256']\nleeway_s = 5\n[oidc.scopes]\n'sandboxes:use' = ['run']\n"
+    )
+    given = config.load(str(tmp_path), {}).oidc
+    assert given is not None
+    assert (given.issuer, given.audience, given.tenant_claim) == ("https://id.example", ("corral",), "org")
+    assert (given.algorithms, given.scopes, given.user_claim) == (("ES256",), {"sandboxes:use": ("run",)}, "sub")
+    (tmp_path / "config.toml").write_text("")
+    assert config.load(str(tmp_path), {}).oidc is None
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        (OIDC + "tenant = 'acme'\n", "oidc.scopes"),
+        (OIDC + "default_scopes = ['run']\n", "oidc.tenant"),
+        (OIDC + "tenant = 'a'\ntenant_claim = 'b'\ndefault_scopes = ['run']\n", "oidc.tenant"),
+        (OIDC + "tenant = 'a'\ndefault_scopes = ['root']\n", "oidc.default_scopes"),
+        (OIDC + "tenant = 'a'\ndefault_scopes = ['run']\nalgorithms = ['HS256']\n", "oidc.algorithms"),
+        (OIDC + "tenant = 'a'\ndefault_scopes = ['run']\nalgorithms = ['none']\n", "oidc.algorithms"),
+        (OIDC + "tenant = 'a'\ndefault_scopes = ['run']\nalgorithms = []\n", "oidc.algorithms"),
+        (OIDC + "tenant = 'a'\ndefault_scopes = ['run']\nleeway_s = 3600\n", "oidc.leeway_s"),
+        (OIDC + "tenant = 'a'\ndefault_scopes = ['run']\nsecret = 'x'\n", "oidc.secret"),
+        (OIDC + "tenant = 'a'\n[oidc.scopes]\nx = ['root']\n", "oidc.scopes"),
+        (OIDC.replace("https", "http") + "tenant = 'a'\ndefault_scopes = ['run']\n", "oidc.issuer"),
+        (OIDC.replace("https://", "ftp://") + "tenant = 'a'\ndefault_scopes = ['run']\n", "oidc.issuer"),
+        ("[oidc]\naudience = 'corral'\ntenant = 'a'\ndefault_scopes = ['run']\n", "oidc.issuer"),
+        ("[oidc]\nissuer = 'https://x'\ntenant = 'a'\ndefault_scopes = ['run']\n", "oidc.audience"),
+        ("oidc = 'https://x'\n", "oidc"),
+    ],
+)
+def test_an_issuer_that_could_not_be_trusted_is_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(CorralError) as refused:
+        config.load(str(tmp_path), {})
+    assert refused.value.code == "invalid_value" and f"config.toml: {named}" in refused.value.detail
