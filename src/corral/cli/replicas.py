@@ -26,6 +26,8 @@ from corral.errors import CorralError
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Before a child that died is started again: longer each time, from the start once it has stood for `STOOD_S`."""
 STOOD_S = 30.0
+ATTEMPTS = 5
+"""How often a child may die before the server has begun to listen."""
 READY_S = 60.0
 """How long a new replica may take before a restart of all is given up and the old ones stay."""
 STOP_S = 45.0
@@ -256,6 +258,13 @@ class Replicas:
             return
         stood = time.monotonic() - one.began >= STOOD_S
         slot.failures = 0 if stood else slot.failures + 1
+        if not self._told_up and slot.failures >= ATTEMPTS:
+            raise CorralError(
+                "infra_error",
+                f"{one.name} ended {slot.failures} times before it answered, at last with {_ending(status)}",
+                hint="what it wrote before says why; CORRAL_DEBUG=1 shows more",
+                retryable=False,
+            )
         pause = PAUSES_S[min(slot.failures, len(PAUSES_S) - 1)]
         slot.start_at = time.monotonic() + pause
         log(f"{one.name} ended ({_ending(status)}); started again in {pause:g} s")

@@ -1,0 +1,408 @@
+"""`corral serve --replicas`: processes come and go, clients notice nothing, sandboxes live on."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.client import Corral, CorralError
+from postgres_server import PostgresServer
+from redis_server import RedisServer
+from replica_server import Replicas, until
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+NUMBERS = 'i=1; while [ $i -le 400 ]; do echo "$i ☕"; echo "$i ☕" >&2; i=$((i+1)); sleep 0.02; done; exit 7'
+EXPECTED = "".join(f"{n} ☕\n" for n in range(1, 401)).encode()
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    server = RedisServer()
+    server.start()
+    yield server
+    server.close()
+
+
+Make = Callable[..., Replicas]
+
+
+@pytest.fixture
+def make(postgres: PostgresServer, redis: RedisServer) -> Iterator[Make]:
+    made: list[tuple[Replicas, Path]] = []
+
+    def start(count: int = 2, **environment: str) -> Replicas:
+        place = Path(tempfile.mkdtemp(prefix="corral-replicas-", dir="/tmp"))
+        place.chmod(0o711)
+        made.append((Replicas(place, postgres.fresh_database(), redis.url, count, **environment), place))
+        return made[-1][0]
+
+    yield start
+    for server, place in made:
+        if server.process is not None:
+            server.clear()
+            assert server.stop() == 0, server.errors.read_text()
+        told = server.errors.read_text() if server.errors.exists() else ""
+        assert "Traceback" not in told, told
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture
+def server(make: Make) -> Replicas:
+    return make().start().ready()
+
+
+class Load:
+    """Clients that run, exec and move files without a pause; every answer is checked, every failure kept."""
+
+    def __init__(self, server: Replicas, clients: int = 3) -> None:
+        self._server = server
+        self._over = threading.Event()
+        self.failures: list[str] = []
+        self.done = 0
+        self._threads = [threading.Thread(target=self._work, args=(number,)) for number in range(clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, number: int) -> None:
+        with self._server.client() as client:
+            sandbox = client.sandboxes.create(runtime="bubblewrap")
+            turn = 0
+            while not self._over.is_set():
+                turn += 1
+                try:
+                    self._turn(client, sandbox, f"{number}.{turn}")
+                    self.done += 1
+                except Exception as error:
+                    self.failures.append(f"{number}.{turn}: {error!r} {getattr(error, 'hint', '')}")
+            sandbox.delete()
+
+    def _turn(self, client: Corral, sandbox: Any, word: str) -> None:
+        run = client.run(runtime="bubblewrap", shell=f"echo {word}")
+        assert run.result.stdout.text == f"{word}\n", run.result
+        # Each exec appends once: a program that ran twice would show.
+        result = sandbox.exec(["sh", "-c", f"echo {word} >> log; cat log | wc -l"])
+        assert result.stdout.text.strip() == word.partition(".")[2], result
+        sandbox.files.write("note", word.encode() * 1000)
+        assert sandbox.files.read("note") == word.encode() * 1000
+
+    def more(self, count: int) -> None:
+        """Wait for so many more turns."""
+        goal = self.done + count
+        until(lambda: self.done >= goal or self.failures, "no progress")
+
+
+def test_both_replicas_serve_and_share_what_they_have(server: Replicas) -> None:
+    assert server.get("/readyz")[2] == {"status": "ready", "missing": []}
+    assert len(server.children("node")) == 1
+    assert len(server.children("replica")) == 2
+    with server.client() as client:
+        sandbox = client.sandboxes.create(runtime="bubblewrap")
+        assert sandbox.exec(["sh", "-c", "echo 你好 > a; cat a"]).stdout.text == "你好\n"
+    words = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.children("replica"))
+    assert b"postgresql" not in words
+    (node,) = server.children("node")
+    assert b"CORRAL_DATABASE_URL" not in Path(f"/proc/{node}/environ").read_bytes(), "the node needs no database"
+
+
+def test_a_command_on_the_state_directory_is_a_client_of_the_replicas(server: Replicas) -> None:
+    words = [sys.executable, "-c", "from corral.cli.main import main; main()", "run", "--shell", "echo from beside"]
+    done = subprocess.run(words, env=server.environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("from beside\n", 0), done.stderr
+    with server.client() as client:
+        assert len(client.runs.list()) == 1
+
+
+def test_a_rolling_restart_fails_no_request_of_a_client_that_retries(server: Replicas) -> None:
+    with Load(server) as load:
+        load.more(3)
+        server.restart_all()
+        load.more(6)
+        server.restart_all()
+        load.more(3)
+    assert load.failures == []
+
+
+def test_a_replica_that_is_killed_fails_no_request_of_a_client_that_retries(server: Replicas) -> None:
+    with Load(server) as load:
+        for _ in range(3):
+            load.more(2)
+            killed = server.end("replica")
+            until(lambda gone=killed: len(now := server.children("replica")) == 2 and gone not in now, "a new replica")
+        load.more(3)
+    assert load.failures == []
+
+
+def test_a_node_that_is_killed_has_its_sandboxes_again_and_programs_run_on(server: Replicas) -> None:
+    with server.client() as client:
+        sandbox = client.sandboxes.create(runtime="bubblewrap")
+        sandbox.files.write("kept", b"kept")
+        running = sandbox.start(["sh", "-c", "echo begun; sleep 4; echo ended; exit 3"])
+        until(lambda: any(event.data == b"begun\n" for event in [next_output(running)]))
+        server.end("node")
+        result = running.wait()
+        assert (result.exit_code, result.stdout.text) == (3, "begun\nended\n")
+        assert sandbox.files.read("kept") == b"kept"
+        assert client.run(runtime="bubblewrap", shell="echo after").result.stdout.text == "after\n"
+        assert sandbox.refresh().state != "lost"
+
+
+def next_output(running: Any) -> Any:
+    source = running.events()
+    try:
+        return next(event for event in source if event.kind == "stdout")
+    finally:
+        source.close()
+
+
+def test_a_stream_goes_on_by_its_cursor_over_killed_and_restarted_replicas(server: Replicas) -> None:
+    """K20 with the servers going away, not the network."""
+    with server.client() as client:
+        sandbox = client.sandboxes.create(runtime="bubblewrap")
+        running = sandbox.start(["sh", "-c", NUMBERS], timeout=100)
+        got = {"stdout": bytearray(), "stderr": bytearray()}
+        begun = threading.Event()
+        ended: list[Any] = []
+
+        def follow() -> None:
+            for event in running.events():
+                begun.set()
+                if event.kind in got:
+                    assert event.offset == len(got[event.kind]), "a hole, or something twice"
+                    got[event.kind] += event.data
+                ended.append(event)
+
+        follower = threading.Thread(target=follow)
+        follower.start()
+        assert begun.wait(60)
+        for _ in range(2):
+            for which in (0, 1):
+                server.end("replica", which if len(server.children("replica")) > which else 0)
+            until(lambda: len(server.children("replica")) == 2)
+        server.restart_all()
+        follower.join(120)
+        assert ended and ended[-1].kind == "ended"
+        assert ended[-1].doc["result"]["exit_code"] == 7
+        assert bytes(got["stdout"]) == EXPECTED
+        assert bytes(got["stderr"]) == EXPECTED
+        assert running.refresh().result.stdout.bytes == len(EXPECTED)
+
+
+def test_a_kept_connection_is_closed_politely_by_a_replica_that_leaves(make: Make) -> None:
+    server = make(1).start().ready()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET", "/healthz")
+    answer = connection.getresponse()
+    assert (answer.status, answer.getheader("connection")) == (200, None)
+    answer.read()
+    old = server.children("replica")
+    assert server.process is not None
+    server.process.send_signal(signal.SIGHUP)
+    while answer.getheader("connection") != "close":
+        connection.request("GET", "/healthz")  # on the same connection: it would raise if that had been cut
+        answer = connection.getresponse()
+        assert answer.status == 200
+        answer.read()
+        time.sleep(0.02)
+    connection.close()
+    until(lambda: not set(server.children("replica")) & set(old))
+
+
+def test_a_stop_leaves_sandboxes_alive_for_the_next_server(server: Replicas) -> None:
+    with server.client() as client:
+        sandbox = client.sandboxes.create(runtime="bubblewrap")
+        sandbox.files.write("kept", b"kept")
+        running = sandbox.start(["sh", "-c", "sleep 6; echo through"])
+        begun = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - begun < 40
+        server.start().ready()
+        assert client.sandboxes.get(sandbox.id).files.read("kept") == b"kept"
+        assert running.wait().stdout.text == "through\n"
+
+
+def test_no_child_outlives_a_parent_that_was_killed_and_the_next_one_goes_on(server: Replicas) -> None:
+    with server.client() as client:
+        sandbox = client.sandboxes.create(runtime="bubblewrap")
+        running = sandbox.start(["sh", "-c", "sleep 5; echo through"])
+        children = [os.pidfd_open(pid) for kind in ("node", "replica") for pid in server.children(kind)]
+        server.kill()
+        for descriptor in children:
+            until(lambda one=descriptor: ended(one), "a child")
+            os.close(descriptor)
+        server.start().ready()
+        assert running.wait().stdout.text == "through\n"
+
+
+def ended(descriptor: int) -> bool:
+    import select
+
+    return bool(select.select([descriptor], [], [], 0)[0])
+
+
+def test_a_node_that_hangs_is_named_by_readyz_in_time(server: Replicas) -> None:
+    server.end("node", number=signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        status, fields, document = server.get("/readyz")
+        assert (status, document["missing"]) == (503, ["node"])
+        assert "retry-after" in fields
+        assert time.monotonic() - began < 10
+    finally:
+        server.end("node", number=signal.SIGCONT)
+    server.ready()
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[PostgresServer]:
+    with PostgresServer() as server:
+        yield server
+
+
+def test_while_the_store_is_lost_new_work_is_told_to_come_again_and_what_runs_goes_on(
+    own_postgres: PostgresServer, make: Make
+) -> None:
+    server = make(CORRAL_DATABASE_URL=own_postgres.fresh_database()).start().ready()
+    with server.client() as client:
+        sandbox = client.sandboxes.create(runtime="bubblewrap")
+        running = sandbox.start(["sh", "-c", "sleep 3; echo through"])
+        own_postgres.stop()
+        status, _, document = server.get("/readyz")
+        assert (status, document["missing"]) == (503, ["store"])
+        for document in ({"shell": "echo 1"}, {"shell": "echo 2", "runtime": "bubblewrap"}):
+            answer, code = posted(server, "/v1/runs", document)
+            assert (answer.status, code) == (503, "store_error")
+            assert answer.getheader("retry-after") is not None
+        assert server.get(f"/v1/sandboxes/{sandbox.id}")[0] == 503
+        time.sleep(4)
+        own_postgres.start()
+        server.ready()
+        assert running.wait().stdout.text == "through\n"
+        assert client.run(runtime="bubblewrap", shell="echo after").result.stdout.text == "after\n"
+
+
+def posted(server: Replicas, path: str, document: Any) -> tuple[http.client.HTTPResponse, str]:
+    import json
+
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
+    connection.request("POST", path, json.dumps(document), headers)
+    answer = connection.getresponse()
+    code = json.loads(answer.read()).get("code")
+    connection.close()
+    return answer, code
+
+
+def test_a_server_that_starts_before_its_store_answers_and_waits_for_it(
+    own_postgres: PostgresServer, make: Make
+) -> None:
+    url = own_postgres.fresh_database()
+    own_postgres.stop()
+    server = make(CORRAL_DATABASE_URL=url).start()
+    assert server.get("/healthz")[0] == 200
+    status, _, document = server.get("/readyz")
+    assert (status, document) == (503, {"status": "starting", "missing": ["store"]})
+    answer, code = posted(server, "/v1/runs", {"shell": "echo 1"})
+    assert (answer.status, code, answer.getheader("retry-after")) == (503, "store_error", "1")
+    own_postgres.start()
+    server.ready()
+    with server.client() as client:
+        assert client.run(runtime="bubblewrap", shell="echo after").result.stdout.text == "after\n"
+
+
+def test_without_redis_all_is_slower_and_nothing_fails(make: Make) -> None:
+    mine = RedisServer()
+    mine.start()
+    try:
+        server = make(CORRAL_REDIS_URL=mine.url).start().ready()
+        mine.kill()
+        until(lambda: server.get("/readyz")[2].get("warnings") == ["coordination"], "the warning")
+        assert server.get("/readyz")[0] == 200
+        with Load(server, 2) as load:
+            load.more(4)
+        assert load.failures == []
+        mine.start()
+        until(lambda: "warnings" not in server.get("/readyz")[2])
+    finally:
+        mine.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "code", "field"),
+    [
+        (["--replicas", "2"], {}, "not_supported_yet", "--replicas"),
+        (["--redis-url", "redis://127.0.0.1:1/0"], {}, "invalid_value", "--redis-url"),
+        (["--replicas", "2"], {"CORRAL_DATABASE_URL": "postgresql:///none"}, "invalid_value", "--redis-url"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_a_hint(
+    tmp_path: Path, words: list[str], environment: dict[str, str], code: str, field: str
+) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CORRAL_")}
+    done = subprocess.run(
+        [sys.executable, "-c", "from corral.cli.main import main; main()", "serve", "--port", "0", *words],
+        env={**clean, "CORRAL_STATE_DIR": str(tmp_path / "state"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 125
+    assert done.stderr.startswith(f"corral: {code}: "), done.stderr
+    assert "--redis-url" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_database_that_cannot_be_used_is_refused_at_the_start(make: Make, postgres: PostgresServer) -> None:
+    server = make(CORRAL_DATABASE_URL=postgres.url("there_is_no_such_database"))
+    done = subprocess.run(
+        [sys.executable, "-c", "from corral.cli.main import main; main()", "serve", "--port", "0", "--replicas", "2"],
+        env=server.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (125, "")
+    assert "corral: store_error: " in done.stderr
+    assert "there_is_no_such_database" in done.stderr
+
+
+def test_uploads_and_downloads_stream_through_the_node(server: Replicas) -> None:
+    with server.client() as client:
+        sandbox = client.sandboxes.create(runtime="bubblewrap")
+        data = os.urandom(8 * 1024 * 1024)
+        sandbox.files.write("big", data)
+        assert sandbox.files.read("big") == data
+        archive = b"".join(sandbox.archive.get("/workspace"))
+        sandbox.archive.put("/workspace/copy", archive)
+        (copied,) = [item.path for item in sandbox.files.list("/workspace/copy", recursive=True) if item.type == "file"]
+        assert sandbox.files.read(copied) == data
+        with pytest.raises(CorralError) as missing:
+            sandbox.files.read("none")
+        assert missing.value.code == "not_found"
