@@ -483,6 +483,14 @@ def _forgotten(story: Story) -> None:
     story.note("final", "run", run="run_10", of=op, state="finished", reason="infra_error", started=None)
 
 
+def _deleted_again(story: Story) -> None:
+    story.acquire("a", "sbx_2", "ins_2", "1.2", ttl_ms=10)
+    story.later(100)
+    story.acquire("b", "sbx_2", "ins_2", "1.3", ttl_ms=10)
+    story.delete("b", "sbx_2", "ins_2")
+    story.tell(story.ask("a", "delete", sandbox="sbx_2", fence="1.2", owner="a"))
+
+
 def _kept_for_the_operator(story: Story) -> None:
     copied_at = story.now
     story.create("sbx_2", "ins_2")
@@ -503,6 +511,7 @@ def _kept_for_the_operator(story: Story) -> None:
         _never_told,
         _sent_again_after_a_crash,
         _forgotten,
+        _deleted_again,
         _kept_for_the_operator,
     ],
     ids=lambda tell: tell.__name__.strip("_"),

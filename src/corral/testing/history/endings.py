@@ -84,13 +84,14 @@ def quota(history: History) -> Iterator[Violation]:
             yield Violation("quota", what, (event,))
 
 
+def forgotten(history: History) -> set[str]:
+    """Instances that were made after a copy that came back: the database may know nothing of them."""
+    return {str(event["instance"]) for event in history.of("create") if history.may_be_forgotten(event.at)}
+
+
 def nothing_left(history: History) -> Iterator[Violation]:
     """Bodies of which a restored database knows nothing are kept on purpose, and shown: they are the operator's to judge."""
-    unknown = {
-        event["instance"]
-        for event in history.of("create")
-        if history.may_be_forgotten(event.at)  # made after the copy
-    }
+    unknown = forgotten(history)
     for event in history.of("left"):
         history.examined["nothing-left"] += 1
         if (

@@ -111,9 +111,20 @@ class Installation:
         finally:
             connection.close()
 
+    def readiness(self) -> str:
+        """What the server says of itself."""
+        try:
+            return str(self.call("GET", "/readyz"))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return f"nothing: {error}"
+
     def wait_ready(self, seconds: float = START_S) -> None:
         """Several times in a row, as another replica answers each time."""
-        until(lambda: all(self.ready() for _ in range(2 * max(1, self.replicas))), "the server is ready", seconds)
+        try:
+            until(lambda: all(self.ready() for _ in range(2 * max(1, self.replicas))), "the server is ready", seconds)
+        except CorralError as error:
+            detail = f"{error.detail}; it says {self.readiness()}; its log ends: {self.said()}"
+            raise CorralError("infra_error", detail, retryable=False) from error
 
     def call(self, method: str, path: str, document: Any = None) -> tuple[int, Any]:
         """One request, not repeated."""

@@ -18,7 +18,9 @@ from corral.channel import GuestClient
 from corral.domain.fence import Fence as NodeFence
 from corral.errors import CorralError
 from corral.linux import sockets
+from corral.testing.history.checker import History
 from corral.testing.history.client import ENDED, HISTORY, Line, result_facts
+from corral.testing.history.endings import forgotten
 from corral.testing.history.events import Event, Fence, Recorder
 from corral.testing.history.installation import Installation
 
@@ -54,7 +56,7 @@ def collect(
     for sandbox in _pages(line, "/v1/sandboxes"):
         line.call("DELETE", f"/v1/sandboxes/{sandbox['id']}?wait=30", wait_s=30)
     _quota(installation, final, "at the end")
-    _left(installation, line, final)
+    _left(installation, line, final, forgotten(History(events)))
     return dict(straight.counts)
 
 
@@ -187,14 +189,15 @@ def _instance_in(text: str) -> str | None:
     return None if found is None else f"ins_{found.group(1)}"
 
 
-def _left(installation: Installation, line: Line, final: Recorder) -> None:
-    """Looked at until nothing is left or the time is over; what is left then is noted."""
+def _left(installation: Installation, line: Line, final: Recorder, spared: set[str]) -> None:
+    """Looked at until nothing is left or the time is over; what is left then is noted. Nobody waits for what is `spared`."""
     end = time.monotonic() + LEFT_S
     while True:
         found = installation.remains()
         told = line.call("GET", "/v1/doctor")
         found["leftover"] = [json.dumps(one) for one in told.document["leftovers"]] if told and told.ok else ["unknown"]
-        if not any(found.values()) or time.monotonic() > end:
+        waited_for = [text for texts in found.values() for text in texts if _instance_in(text) not in spared]
+        if not waited_for or time.monotonic() > end:
             break
         time.sleep(0.5)
     for what, texts in found.items():

@@ -169,7 +169,13 @@ class Postgres:
 
     def restore(self, database: str, name: str) -> None:
         """The database becomes the copy."""
-        self._alone(database, f'DROP DATABASE "{database}"', f'CREATE DATABASE "{database}" TEMPLATE "{name}"')
+        self._alone(
+            database,
+            f'CREATE DATABASE "{database} new" TEMPLATE "{name}"',
+            f'ALTER DATABASE "{database}" RENAME TO "{database} old"',
+            f'ALTER DATABASE "{database} new" RENAME TO "{database}"',
+            f'DROP DATABASE "{database} old"',
+        )
 
     def _alone(self, database: str, *statements: str) -> None:
         import psycopg
