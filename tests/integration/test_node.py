@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from corral.adapters.nodes.remote import RemoteNode
 from corral.adapters.runtimes.bubblewrap import BubblewrapRuntime
 from corral.adapters.runtimes.crun import CrunRuntime
 from corral.domain.facts import ExecFacts
@@ -33,6 +34,7 @@ from corral.errors import CorralError
 from corral.node.body import Body
 from corral.node.interpreter import PYTHON_ARGV
 from corral.node.service import LocalNode
+from corral.node.serving import NodeServer
 from corral.node.templates import Template
 from corral.ports.node import CreateInstance, ExecSpec
 
@@ -100,14 +102,38 @@ class OneTemplate:
         return []
 
 
+class Afar(RemoteNode):
+    """The node as its callers in other processes have it; what a test looks up inside is the real one's."""
+
+    def __init__(self, local: LocalNode, state: Path) -> None:
+        super().__init__(str(state / "node.sock"), fresh_s=0.0)
+        self.local = local
+        self.server = NodeServer(local, str(state), "node.sock", lambda line: None)
+
+    async def open(self, progress: Any = None) -> None:
+        await self.local.open(progress)
+        await self.server.start()
+        await super().open(progress)
+
+    async def close(self) -> None:
+        await super().close()
+        await self.server.close()
+        await self.local.close()
+
+    @property
+    def _bodies(self) -> dict[str, Body]:
+        return self.local._bodies
+
+
 @dataclass
 class Host:
-    """A state directory and the node on it."""
+    """A state directory and the node on it, `afar`: over its socket."""
 
     state: Path
     runtime: str
     installation: str
-    node: LocalNode = field(init=False)
+    afar: bool = False
+    node: Any = field(init=False)
 
     async def start(self) -> None:
         adapter = RUNTIMES[self.runtime](str(self.state), installation_id=self.installation)
@@ -115,6 +141,8 @@ class Host:
         self.node = LocalNode(
             str(self.state), {self.runtime: adapter}, templates, node_id="n", installation_id=self.installation
         )
+        if self.afar:
+            self.node = Afar(self.node, self.state)
         await self.node.open()
 
     async def create(self, limits: Limits | None = None, **changes: Any) -> str:
@@ -155,7 +183,7 @@ def state() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.fixture(params=USABLE)
+@pytest.fixture(params=[*USABLE, "bubblewrap over a socket"])
 async def host(state: Path, request: pytest.FixtureRequest) -> AsyncIterator[Host]:
     where = state / f"s-{secrets.token_hex(3)}"
     where.mkdir(mode=0o711)
@@ -163,7 +191,7 @@ async def host(state: Path, request: pytest.FixtureRequest) -> AsyncIterator[Hos
     (where / "rootfs").symlink_to(state / "rootfs")
     (state / "interpreter").mkdir(exist_ok=True)
     (where / "interpreter").symlink_to(state / "interpreter")
-    made = Host(where, request.param, f"it{secrets.token_hex(4)}")
+    made = Host(where, request.param.partition(" ")[0], f"it{secrets.token_hex(4)}", " " in request.param)
     await made.start()
     (info,) = await made.node.runtimes()
     if not info.usable:
