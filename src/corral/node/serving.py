@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from corral.errors import CorralError
@@ -33,6 +34,8 @@ from corral.wire.link import (
 )
 from corral.wire.methods import WAITS, Method, methods
 
+Work = Callable[[], Coroutine[Any, Any, None]]
+ATTEMPTS = 3
 MAX_CALLS = 16_384
 """Calls of one connection at a time; more are a defect of the caller."""
 
@@ -45,6 +48,7 @@ class NodeServer:
         self.log = log
         self.notices = Notices(node)
         self.work: set[asyncio.Task[Any]] = set()
+        self.closing = False
         self._directory = directory
         self._name = name
         self._peers: set[_Peer] = set()
@@ -69,6 +73,7 @@ class NodeServer:
 
     async def close(self, seconds: float = 2.0) -> None:
         """Take nothing more, let what changes something end (at most `seconds`), then hang up."""
+        self.closing = True
         if self._server is not None:
             self._server.close()
         for peer in list(self._peers):
@@ -206,38 +211,50 @@ class _Peer:
             raise ValueError("a call that cannot be")
         call = self._calls[number] = _Call()
         method = methods().get(name)
+        attempts = 1
         if name == "lost":
             call.waits = True
-            work = self._answer(number, self._server.notices.next(self, arguments.get("heard")))
+            work: Work = functools.partial(self._notice, number, arguments.get("heard"))
         elif method is None or not hasattr(self._server.node, name):
-            work = self._refuse(number, name)
+            work = functools.partial(self._refuse, number, name)
         else:
             call.waits = method.kind != "call" or name in WAITS
             if method.source is not None:
                 call.inflow = Inflow(lambda size: self._grant(number, size))
                 arguments[method.source] = call.inflow
+            elif not call.waits:
+                attempts = ATTEMPTS
             if more.get("progress"):
                 arguments["progress"] = lambda sentence, share: self._progress(number, sentence, share)
-            work = self._run(number, call, method, arguments)
-        call.task = asyncio.get_running_loop().create_task(self._guarded(number, call, name, work))
+            work = functools.partial(self._run, number, call, method, arguments)
+        call.task = asyncio.get_running_loop().create_task(self._guarded(number, call, name, work, attempts))
         self._server.work.add(call.task)
         call.task.add_done_callback(self._server.work.discard)
 
-    async def _guarded(self, number: int, call: _Call, name: str, work: Any) -> None:
+    async def _guarded(self, number: int, call: _Call, name: str, work: Work, attempts: int) -> None:
+        """The call, whose caller hears in any case how it ended, unless it has given up."""
         try:
-            await work
+            while not await self._done(number, call, name, work, last=attempts <= 1):
+                attempts -= 1
+        finally:
+            self._calls.pop(number, None)
+
+    async def _done(self, number: int, call: _Call, name: str, work: Work, *, last: bool) -> bool:
+        """False: this one had joined another caller's call, which that one has cancelled, so it is this one's to do."""
+        try:
+            await work()
         except CorralError as error:
             self._fail(number, error)
         except asyncio.CancelledError:
-            if call.cancelled or call.waits or not self.link.open:
-                return
-            # Another caller's, whose call this one had joined.
+            if call.cancelled or call.waits or self._server.closing:
+                return True
+            if not last:
+                return False
             self._fail(number, CorralError("conflict", f"{name} was abandoned by who had begun it", hint="try again"))
         except Exception as error:
             self._server.log(f"{name}: {type(error).__name__}: {error}")
             self._fail(number, CorralError("infra_error", f"the node failed: {type(error).__name__}: {error}"))
-        finally:
-            self._calls.pop(number, None)
+        return True
 
     def _fail(self, number: int, error: CorralError) -> None:
         self.link.send(ERROR, number, _plain(error.to_problem()))
@@ -249,8 +266,8 @@ class _Peer:
             hint="restart corral serve: its parts differ in version",
         )
 
-    async def _answer(self, number: int, work: Any) -> None:
-        self.link.send(RESULT, number, await work)
+    async def _notice(self, number: int, heard: str | None) -> None:
+        self.link.send(RESULT, number, await self._server.notices.next(self, heard))
 
     async def _run(self, number: int, call: _Call, method: Method, arguments: dict[str, Any]) -> None:
         try:

@@ -381,6 +381,34 @@ async def test_a_worker_that_dies_leaves_nothing_half_done_and_nothing_waiting(s
             await call
 
 
+async def test_a_call_that_joined_one_that_was_cancelled_is_done_for_its_own_caller(stage: Stage) -> None:
+    """Two workers ask for one instance; the first stops in the middle."""
+    begun: asyncio.Future[None] | None = None
+    real = stage.node.create
+
+    async def joined(request: CreateInstance, progress: Any = None) -> Any:
+        nonlocal begun
+        if begun is not None and not begun.done():
+            await asyncio.shield(begun)
+        begun = asyncio.get_running_loop().create_future()
+        mine = begun
+        try:
+            return await real(request, progress)
+        finally:
+            mine.cancel()
+
+    stage.node.create = joined  # type: ignore[method-assign]
+    one, two = await stage.client(), await stage.client()
+    first = asyncio.create_task(one.create(REQUEST))
+    await stage.node.begun.wait()
+    second = asyncio.create_task(two.create(REQUEST))
+    await two.host()
+    first.cancel()
+    await until(lambda: stage.node.ended == ["create cancelled"])
+    stage.node.go.set()
+    assert (await second).instance_id == "ins_1"
+
+
 # -- notices -------------------------------------------------------------------------------------------------------------------
 async def test_a_notice_waits_for_a_worker_and_reaches_one_of_them(stage: Stage) -> None:
     stage.node.notices.put_nowait("ins_a")
