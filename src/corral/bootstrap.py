@@ -416,10 +416,15 @@ def by_default(settings: config.Config) -> tuple[str, ...]:
 async def reach_node(settings: config.Config, store: Store) -> Node:
     """The node that the services work with: in a process of its own when the settings name its socket, else in this one."""
     if settings.node_socket is not None:
-        from corral.adapters.nodes.remote import RemoteNode
-
-        return cast("Node", RemoteNode(settings.node_socket))
+        return node_at(settings.node_socket)
     return make_node(settings, await _installation(settings, store))
+
+
+def node_at(path: str) -> Node:
+    """The node that serves a socket."""
+    from corral.adapters.nodes.remote import RemoteNode
+
+    return cast("Node", RemoteNode(path))
 
 
 async def _installation(settings: config.Config, store: Store | None) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from corral.bootstrap import node_at
 from corral.testing.history.harness import Report, run
 from corral.testing.history.plan import FAULTS, Kind, Plan
 from furnished import furnish
@@ -21,11 +22,11 @@ LEASES = {"tokens-rise", "one-owner", "promise-kept", "expired-is-lost", "no-sta
 def chaos(plan: Plan, shared: Path) -> Report:
     """Done, and no promise broken; a rule that had nothing to look at has shown nothing."""
     print(plan.text())
-    report = run(plan, prepare=lambda state: furnish(state, shared), progress=print)
+    report = run(plan, door=node_at, prepare=lambda state: furnish(state, shared), progress=print)
     print(report.document())
     assert report.ok, f"{report.verdict}\nseed {plan.seed}, the history is in {report.directory}"
     seen = {name for name, count in report.verdict.examined.items() if count}
-    assert (ALWAYS | LEASES | {"nothing-left", "no-defect"}) <= seen, report.verdict.examined
+    assert (ALWAYS | LEASES | {"quota", "nothing-left", "no-defect"}) <= seen, report.verdict.examined
     assert set(report.straight) == {"lease_lost"}, report.straight
     return report
 

@@ -49,6 +49,7 @@ def chaos(
     Clients acquire, renew, work, release and crash; servers, databases, clocks and connections fail by the plan of the seed. What
     clients were told is compared with what node and guests really did. Exit status 1 when a promise was broken.
     """
+    from corral import bootstrap
     from corral.testing.history import harness
     from corral.testing.history.plan import FAULTS, Kind, Plan
 
@@ -69,7 +70,7 @@ def chaos(
     def progress(text: str) -> None:
         terminal.say(f"corral: {time.monotonic() - began:7.1f} s  {text}")
 
-    report = harness.run(plan, replicas=replicas, progress=progress, keep=keep)
+    report = harness.run(plan, replicas=replicas, door=bootstrap.node_at, progress=progress, keep=keep)
     document = report.document()
     if as_json:
         terminal.put_json(document)

@@ -190,11 +190,12 @@ def run(
     plan: Plan,
     *,
     replicas: int = 2,
+    door: quiet.Door | None = None,
     prepare: Callable[[Path], None] | None = None,
     progress: Progress = lambda text: None,
     keep: bool = False,
 ) -> Report:
-    """Do it. `prepare` may furnish the state directory before the first start. A failure of the harness itself is an exception."""
+    """Do it. `door` opens the node's socket, for old fences; `prepare` may furnish the state directory before the first start. A failure of the harness itself is an exception."""
     began = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="corral-chaos-"))
     directory.chmod(0o755)
@@ -215,7 +216,7 @@ def run(
             (direct,) if n % 3 == 2 else (ways[n % 2], ways[1 - n % 2]) for n in range(plan.clients)
         ]
         quiet.warm(installation, progress)
-        report = _chaos(plan, installation, directory, proxies, urls, progress, began)
+        report = _chaos(plan, installation, directory, proxies, urls, progress, began, door)
         return report
     finally:
         for proxy in proxies:
@@ -235,6 +236,7 @@ def _chaos(
     urls: list[tuple[str, ...]],
     progress: Progress,
     began: float,
+    door: quiet.Door | None,
 ) -> Report:
     clients = Clients(plan, installation, directory, urls)
     nemesis = Nemesis(installation, proxies, clients, Recorder(directory / "nemesis.jsonl", "nemesis"), progress)
@@ -256,7 +258,7 @@ def _chaos(
     installation.wait_ready()
     known = history(directory)
     final = Recorder(directory / "final.jsonl", "final")
-    straight = quiet.collect(installation, known, final, progress)
+    straight = quiet.collect(installation, known, final, progress, door)
     events = history(directory)
     verdict = check(events)
     told = _told(events)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,21 @@ from urllib.parse import quote
 
 from corral.channel import GuestClient
 from corral.domain.fence import Fence as NodeFence
+from corral.domain.ids import new_id
 from corral.errors import CorralError
 from corral.linux import sockets
+from corral.ports.node import ExecSpec, Node
 from corral.testing.history.checker import History
 from corral.testing.history.client import ENDED, HISTORY, Line, result_facts
 from corral.testing.history.endings import forgotten
 from corral.testing.history.events import Event, Fence, Recorder
 from corral.testing.history.installation import Installation
 
+Door = Callable[[str], Node]
+"""The node that serves a socket."""
 FINISH_S = 120.0
 LEFT_S = 60.0
+SETTLED_S = 30.0
 OUT = "done "
 
 
@@ -40,22 +46,26 @@ def warm(installation: Installation, progress: Callable[[str], None]) -> None:
 
 
 def collect(
-    installation: Installation, events: list[Event], final: Recorder, progress: Callable[[str], None]
+    installation: Installation,
+    events: list[Event],
+    final: Recorder,
+    progress: Callable[[str], None],
+    door: Door | None,
 ) -> dict[str, int]:
-    """Note everything; -> what became of old fences that were sent straight to guests."""
+    """Note everything; -> what became of old fences that were sent straight to guests, and to the node by its `door`."""
     line = Line((installation.url,), installation.key, 60.0)
     _runs(line, events, final)
     progress("what sandboxes hold")
     living = _sandboxes(line, events, final)
-    straight = Straight(installation.state)
+    straight = Straight(installation.state, door)
     asyncio.run(straight.try_all(_old_fences(events), living))
     for text in straight.done:
         final.note("left", what="an old fence was obeyed", text=text)
-    _quota(installation, final, "while sandboxes live")
+    _quota(line, final, "while sandboxes live")
     progress("removing all")
     for sandbox in _pages(line, "/v1/sandboxes"):
         line.call("DELETE", f"/v1/sandboxes/{sandbox['id']}?wait=30", wait_s=30)
-    _quota(installation, final, "at the end")
+    _quota(line, final, "at the end")
     _left(installation, line, final, forgotten(History(events)))
     return dict(straight.counts)
 
@@ -138,21 +148,44 @@ def _old_fences(events: list[Event]) -> dict[str, tuple[Fence, Fence]]:
 
 
 class Straight:
-    """Old fences past every check of ours: over the guest's own socket, as a captured replica or node would send them."""
+    """Old fences past every check of ours: over the sockets of node and guest, as a stray replica or node would send them."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, door: Door | None) -> None:
         self._state = state
+        self._door = door
         self.counts: Counter[str] = Counter()
         self.done: list[str] = []
         """What was obeyed, and must not have been."""
 
     async def try_all(self, fences: dict[str, tuple[Fence, Fence]], living: dict[str, str]) -> None:
-        for instance in living.values():
-            if instance in fences:
-                old, _ = fences[instance]
-                await self._try(instance, NodeFence(old.incarnation, old.token))
+        path = self._state / "node.sock"
+        node = self._door(str(path)) if self._door is not None and path.exists() else None
+        try:
+            for instance in living.values():
+                if instance not in fences:
+                    continue
+                old = NodeFence(fences[instance][0].incarnation, fences[instance][0].token)
+                if node is not None:
+                    await self._node(node, instance, old)
+                await self._guest(instance, old)
+        finally:
+            if node is not None:
+                await node.close()
 
-    async def _try(self, instance: str, old: NodeFence) -> None:
+    async def _node(self, node: Node, instance: str, old: NodeFence) -> None:
+        spec = ExecSpec(new_id("exe", time.time_ns() // 1_000_000, os.urandom(10)), ("/bin/true",), {})
+        await self._refused(
+            f"the node, {instance}",
+            old,
+            {
+                "start_exec": lambda: node.start_exec(instance, old, spec),
+                "fence": lambda: node.fence(instance, old, "kill"),
+                "extend_deadline": lambda: node.extend_deadline(instance, old, 1.0),
+                "remove_file": lambda: node.remove_file(instance, old, HISTORY, recursive=False, user="sandbox"),
+            },
+        )
+
+    async def _guest(self, instance: str, old: NodeFence) -> None:
         place = self._state / "i" / instance.removeprefix("ins_")
         try:
             client = await GuestClient.connect(sockets.connect(str(place), "s", timeout_s=5.0))
@@ -160,27 +193,54 @@ class Straight:
             self.counts[f"unreachable: {type(error).__name__}"] += 1
             return
         try:
-            calls: dict[str, Callable[[], Any]] = {
-                "kill_all": lambda: client.kill_all(fence=old),
-                "extend_deadline": lambda: client.extend_deadline(1.0, fence=old),
-                "fence": lambda: client.fence(old, "kill"),
-                "shutdown": lambda: client.shutdown(fence=old),
-            }
-            for name, call in calls.items():
-                try:
-                    await call()
-                except CorralError as error:
-                    self.counts[error.code] += 1
-                    if error.code != "lease_lost":
-                        self.done.append(f"{instance}: {name} with {old} was answered by {error}")
-                else:
-                    self.done.append(f"{instance}: {name} with {old}")
+            await self._refused(
+                f"the guest, {instance}",
+                old,
+                {
+                    "kill_all": lambda: client.kill_all(fence=old),
+                    "extend_deadline": lambda: client.extend_deadline(1.0, fence=old),
+                    "fence": lambda: client.fence(old, "kill"),
+                    "shutdown": lambda: client.shutdown(fence=old),
+                },
+            )
         finally:
             await client.close()
 
+    async def _refused(self, whom: str, old: NodeFence, calls: dict[str, Callable[[], Awaitable[Any]]]) -> None:
+        for name, call in calls.items():
+            try:
+                await call()
+            except CorralError as error:
+                self.counts[error.code] += 1
+                if error.code != "lease_lost":
+                    self.done.append(f"{whom}: {name} with {old} was answered by {error}")
+            else:
+                self.counts["obeyed"] += 1
+                self.done.append(f"{whom}: {name} with {old}")
 
-def _quota(installation: Installation, final: Recorder, when: str) -> None:
-    """What is reserved against what lives, where the server tells."""
+
+def _quota(line: Line, final: Recorder, when: str) -> None:
+    """What is reserved against what lives. What just ended may take its moment; what is then not right is noted so."""
+    end = time.monotonic() + SETTLED_S
+    while True:
+        queue, doctor = line.call("GET", "/v1/queue"), line.call("GET", "/v1/doctor")
+        if queue is None or not queue.ok or doctor is None or not doctor.ok:
+            raise CorralError("infra_error", f"GET /v1/queue: {queue}; GET /v1/doctor: {doctor}")
+        live = list(_pages(line, "/v1/sandboxes"))
+        used = {
+            "sandboxes": len(live),
+            "memory": sum(int(one["limits"]["memory"]["value"]) for one in live),
+            "running": 0,
+            "queued": 0,
+        }
+        reserved = {name: int(queue.document["use"][name]) for name in used}
+        drift = doctor.document["quota"]
+        if (reserved == used and not drift) or time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    for name, count in used.items():
+        final.note("quota", tenant="default", of=f"{name} {when}", reserved=reserved[name], used=count)
+    final.note("quota", tenant="default", of=f"drift {when}", reserved=json.dumps(drift), used="[]")
 
 
 def _instance_in(text: str) -> str | None:
