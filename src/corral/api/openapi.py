@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 from corral.api.calls import ANYBODY, MAX_WAIT_S, Route
+from corral.api.expiry import SCHEMAS as EXPIRY_SCHEMAS
 from corral.api.files import MAX_PAGE
 from corral.api.identity_schemas import SCHEMAS
 from corral.api.lease_schemas import SCHEMAS as LEASE_SCHEMAS
@@ -125,6 +126,7 @@ OPERATIONS: dict[str, Operation] = {
     f"POST {_BOX}/release": Operation(
         "Give a lease back", {200: "Sandbox"}, (), (LEASE,), "ReleaseRequest", body_needed=False
     ),
+    f"PATCH {_BOX}": Operation("Move the ends of a sandbox", {200: "Sandbox"}, (), (LEASE,), "ExpiryRequest"),
     f"POST {_BOX}/pause": Operation("Stop all that runs in a sandbox for a while", {200: "Sandbox"}, (), (LEASE,)),
     f"POST {_BOX}/resume": Operation("Let a paused sandbox go on", {200: "Sandbox"}, (), (LEASE,)),
     "GET /v1/leases": Operation("Who has which sandbox", {200: "LeasePage"}, ("limit", "after")),
@@ -267,7 +269,7 @@ def document() -> Json:
         "security": [{"key": []}, {"token": []}],
         "paths": paths,
         "components": {
-            "schemas": {**schemas(), **SCHEMAS, **LEASE_SCHEMAS, **QUEUE_SCHEMAS},
+            "schemas": {**schemas(), **SCHEMAS, **LEASE_SCHEMAS, **EXPIRY_SCHEMAS, **QUEUE_SCHEMAS},
             "responses": {
                 "Problem": {
                     "description": "A refusal or a failure, with what to do about it",

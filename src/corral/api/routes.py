@@ -11,7 +11,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
-from corral.api import files, identity, leases, pausing, queue, sse, templates
+from corral.api import expiry, files, identity, leases, pausing, queue, sse, templates
 from corral.api.calls import (
     ANY_KEY,
     ANYBODY,
@@ -29,6 +29,7 @@ from corral.api.calls import (
     until_stop,
 )
 from corral.api.problems import MAX_BODY, problem, read_body
+from corral.api.rate import check_rate
 from corral.domain.identity import ADMIN, READ, RUN, check_may
 from corral.domain.quantities import shown
 from corral.domain.result import refusal
@@ -51,6 +52,8 @@ async def dispatch(services: Services, request: Request) -> Reply:
     try:
         route, parts = match(request.method, request.path)
         check_scope(route, request.caller)
+        if route.needs != ANYBODY:
+            await check_rate(services, request.caller)
         if route.starts:
             services.core.check_accepting()
         return await route.handler(services, request, **parts)
@@ -424,6 +427,7 @@ ROUTES: tuple[Route, ...] = (
     *leases.ROUTES,
     *queue.ROUTES,
     *pausing.ROUTES,
+    *expiry.ROUTES,
     Route("POST", "/v1/gc", collect_garbage, scope=ADMIN),
     Route("GET", "/v1/doctor", doctor, scope=ADMIN),
     Route("GET", "/openapi.json", openapi, scope=ANY_KEY),

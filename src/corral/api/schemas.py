@@ -71,6 +71,10 @@ SIZE: Json = {
     "anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": "^[0-9]+[KMG]?$"}],
 }
 SECONDS: Json = {"type": "number", "exclusiveMinimum": 0}
+END: Json = {
+    "description": "Seconds; none: without a limit, where policy allows it.",
+    "anyOf": [SECONDS, {"const": "none"}],
+}
 WORD: Json = {"type": "string", "description": "Without a NUL character."}
 NAME: Json = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"}
 LIMIT_MODES: Json = {"enum": ["enforced", "watched", "absent"]}
@@ -119,8 +123,10 @@ FIELDS: Json = {
         "description": "How long to wait for the result; false: not at all.",
         "anyOf": [BOOL, {"type": "number", "minimum": 0}],
     },
-    "ttl_s": SECONDS,
-    "ttl": SECONDS,
+    "ttl_s": END,
+    "ttl": END,
+    "idle_timeout_s": END,
+    "idle_timeout": END,
     "timeout_s": SECONDS,
     "timeout": SECONDS,
     "memory": SIZE,
@@ -264,6 +270,7 @@ def schemas() -> Json:
         "session": NULL_TEXT,
         "created_at": MOMENT,
         "expires_at": {"anyOf": [MOMENT, {"type": "null"}]},
+        "idle_timeout_s": {"type": ["number", "null"]},
         "conditions": {},
         "tainted": {},
         "failure": NULL_TEXT,

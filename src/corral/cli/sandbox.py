@@ -1,4 +1,4 @@
-"""`corral sandbox`: create, ls, inspect, pause, resume, rm."""
+"""`corral sandbox`: create, ls, inspect, extend, pause, resume, rm."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def command() -> None:
 
 @command.command()
 @words.sandbox_options
+@words.idle_option
 @words.json_option
 @click.pass_obj
 def create(interrupts: Interrupts, /, as_json: bool, **given: Any) -> None:
@@ -80,6 +81,24 @@ def pause(sandbox_id: str, as_json: bool) -> None:
 def resume(sandbox_id: str, as_json: bool) -> None:
     """Let a paused sandbox go on. Again is no error."""
     _turn(sandbox_id, "resume", as_json)
+
+
+@command.command()
+@click.argument("sandbox_id", type=words.IDENT, metavar="ID")
+@click.option("--ttl", "ttl", metavar="SECONDS", help="How long it lives from now on; none where policy allows it.")
+@words.idle_option
+@words.json_option
+def extend(sandbox_id: str, as_json: bool, **given: str | None) -> None:
+    """Move the ends of a sandbox: its time to live, its time without activity."""
+    ends = {f"{name}_s": words.number(name, value) for name, value in given.items() if value is not None}
+    if not ends:
+        raise click.UsageError("Nothing to change: give --ttl or --idle-timeout.")
+    with opened() as transport:
+        sandbox = transport.request("PATCH", f"/v1/sandboxes/{quote(sandbox_id)}", ends)
+    if as_json:
+        terminal.put_json(sandbox)
+    else:
+        terminal.put(f"{sandbox['id']} {sandbox['expires_at'] or 'none'}\n")
 
 
 def _turn(sandbox_id: str, word: str, as_json: bool) -> None:

@@ -24,8 +24,9 @@ AGENT_VIEW_CHARS = 8000
 _AGENT_VIEW_RANGE = range(200, 1_000_001)
 
 RESOURCES = ("timeout", "memory", "cpu", "pids", "disk", "tmp", "output_limit", "output_kill")
-_EXAMPLES = {"timeout": "60", "ttl": "3600", "queue_timeout": "600", "cpu": "0.5", "pids": "128"}
+_EXAMPLES = {"timeout": "60", "ttl": "3600", "idle_timeout": "600", "queue_timeout": "600", "cpu": "0.5", "pids": "128"}
 _NUMBERS = tuple(_EXAMPLES)
+_MAY_BE_NONE = ("ttl", "idle_timeout")
 _TAKES_ANYTHING = ("-c", "--shell")
 """Options whose value may look like an option."""
 PLACES = ("runtime", "template", "isolation", "network", "session")
@@ -41,6 +42,7 @@ _HELP = {
     "output_kill": "Output per stream that ends the program; else 10 times the limit.",
     "priority": "high, normal or low: the order of your own runs in the queue.",
     "queue_timeout": "Seconds that the run may wait in the queue.",
+    "idle_timeout": "End it after so many seconds without activity; none by default.",
     "runtime": "bubblewrap, crun, runc or runsc.",
     "template": "host, busybox, polyglot or one of the operator's.",
     "isolation": "standard or strong.",
@@ -98,9 +100,14 @@ def sandbox_options(function: F) -> F:
         click.option(
             "--file", "file", multiple=True, metavar="SRC[:DEST]", help="File or directory to put under /workspace."
         ),
-        click.option("--ttl", "ttl", metavar="SECONDS", help="How long the sandbox lives."),
+        click.option("--ttl", "ttl", metavar="SECONDS", help="How long the sandbox lives; none where policy allows it."),
     )
     return _apply(function, (*(_option(name) for name in names), *more))
+
+
+def idle_option(function: F) -> F:
+    """When a kept sandbox that nobody uses ends."""
+    return _option("idle_timeout")(function)
 
 
 def queue_options(function: F) -> F:
@@ -215,9 +222,9 @@ def program(ctx: click.Context, given: Json, words: Sequence[str], argv_field: s
 def common(given: Json, code_path: str | None = None, code: str | None = None) -> Json:
     """The members that have the same word on both sides; what was not said is left out. `code_path` is what FILE has taken."""
     document: Json = {}
-    for name in (*RESOURCES, *PLACES, "cwd", "user", "ttl", "priority", "queue_timeout", "webhook"):
+    for name in (*RESOURCES, *PLACES, "cwd", "user", "ttl", "idle_timeout", "priority", "queue_timeout", "webhook"):
         if given.get(name) is not None:
-            document[name] = _number(name, given[name]) if name in _NUMBERS else given[name]
+            document[name] = number(name, given[name]) if name in _NUMBERS else given[name]
     for name in ("outputs", "dep"):
         if given.get(name):
             document[name] = list(given[name])
@@ -251,8 +258,10 @@ def _is_name(name: str) -> bool:
     )
 
 
-def _number(name: str, text: str) -> int | float:
+def number(name: str, text: str) -> int | float | str:
     """What JSON has numbers for; the same refusal as by the API, in words of the command line."""
+    if name in _MAY_BE_NONE and text == "none":
+        return text
     try:
         if name != "pids":
             return parse_seconds(text)

@@ -381,6 +381,13 @@ class AsyncSandbox:
     def _like(self, sandbox_id: str) -> AsyncSandbox:
         return AsyncSandbox(self._plain, {**self.document, "id": sandbox_id})
 
+    async def extend(
+        self, *, ttl_s: float | Literal["none"] | None = None, idle_timeout_s: float | Literal["none"] | None = None
+    ) -> AsyncSandbox:
+        """Move its ends, both counted from now: the time that it lives, and the time that it may be without activity."""
+        self.document = await self._calls.extend(self.id, ttl_s, idle_timeout_s)
+        return self
+
     async def pause(self) -> AsyncSandbox:
         """Stop all that runs in it, with its memory as it is, until `resume`. A paused one stays so."""
         self.document = await self._calls.turn(self.id, "pause")

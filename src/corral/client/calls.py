@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Literal
 
 from corral.client.line import Event, Json, Line, Params, new_key
 from corral.client.transport import quote
@@ -160,6 +160,14 @@ class Calls:
         line = self.line.hurried(LAST_WORD_S)
         made = await line.request("POST", "/v1/sandboxes", document, None, {"Idempotency-Key": key})
         await line.request("DELETE", f"/v1/sandboxes/{made['id']}", None, {"wait": 0})
+
+    async def extend(
+        self, sandbox_id: str, ttl_s: float | Literal["none"] | None, idle_timeout_s: float | Literal["none"] | None
+    ) -> Json:
+        """Move its ends; None = stays."""
+        ends = {"ttl_s": ttl_s, "idle_timeout_s": idle_timeout_s}
+        document = {name: value for name, value in ends.items() if value is not None}
+        return await self.line.request("PATCH", f"/v1/sandboxes/{quote(sandbox_id)}", document)
 
     async def turn(self, sandbox_id: str, word: str) -> Json:
         """`pause` or `resume`: what is so already stays so, and one that is asked for again after a broken connection is the same."""

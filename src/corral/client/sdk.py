@@ -371,6 +371,13 @@ class Sandbox:
     def _like(self, sandbox_id: str) -> Sandbox:
         return Sandbox(self._plain, {**self.document, "id": sandbox_id})
 
+    def extend(
+        self, *, ttl_s: float | Literal["none"] | None = None, idle_timeout_s: float | Literal["none"] | None = None
+    ) -> Sandbox:
+        """Move its ends, both counted from now: the time that it lives, and the time that it may be without activity."""
+        self.document = drive(self._calls.extend(self.id, ttl_s, idle_timeout_s))
+        return self
+
     def pause(self) -> Sandbox:
         """Stop all that runs in it, with its memory as it is, until `resume`. A paused one stays so."""
         self.document = drive(self._calls.turn(self.id, "pause"))

@@ -155,7 +155,7 @@ class Wishes(TypedDict, total=False):
     isolation: Literal["standard", "strong"] | None
     network: str | None
     session: str | None
-    ttl_s: float | None
+    ttl_s: float | Literal["none"] | None
     timeout_s: float | None
     files: Mapping[str, bytes | str] | Sequence[Json] | None
     """Files that lie below /workspace from the start: content by relative path, or as the API takes them."""
@@ -194,6 +194,8 @@ class RunRequest(Wishes, Program, total=False):
 
 class SandboxRequest(Wishes, total=False):
     """`POST /v1/sandboxes`."""
+
+    idle_timeout_s: float | Literal["none"] | None
 
 
 class ExecRequest(Program, total=False):

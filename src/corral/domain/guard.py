@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from corral.domain import expiry
 from corral.domain.intent import ResourceIntent
 from corral.domain.limits import KIB, MIB, Limits
 from corral.domain.placement import Needs
@@ -82,6 +83,7 @@ def decide(
     placement: Placement,
     *,
     ttl_s: float | None = None,
+    idle_timeout_s: float | None = None,
     user: str = "sandbox",
 ) -> GuardDecision:
     """The decision; which runtime is good enough for it (`needs`) is found by `domain.placement`."""
@@ -90,7 +92,8 @@ def decide(
     template = placement.template or intent.template or policy.defaults.template
     ttl = ttl_s if ttl_s is not None else min(intent.ttl_seconds or policy.defaults.ttl_s, policy.caps.ttl_s)
     denials = [
-        *_over_caps(policy, limits, wishes, ttl_s),
+        *_over_caps(policy, limits, wishes),
+        *_too_long(policy, expiry.Wanted(ttl_s, idle_timeout_s)),
         *_placement(policy, template, placement, user),
     ]
     resource_class = base.name
@@ -135,7 +138,7 @@ def exec_limits(
         kept = min(kept, kill)
     wall = timeout_s if timeout_s is not None else sandbox.wall_s
     limits = replace(sandbox, wall_s=wall, output_bytes=kept, output_kill_bytes=kill)
-    for denial in _over_caps(policy, limits, wishes, None):
+    for denial in _over_caps(policy, limits, wishes):
         raise CorralError(
             "policy_denied", denial.reason, hint=denial.hint, suggested=denial.suggested, rule=denial.rule
         )
@@ -202,7 +205,12 @@ def _beyond(base: ResourceClass, limits: Limits) -> bool:
     )
 
 
-def _over_caps(policy: Policy, limits: Limits, wishes: ResourceWishes, ttl_s: float | None) -> list[_Denial]:
+def _too_long(policy: Policy, wanted: expiry.Wanted) -> list[_Denial]:
+    found = expiry.denied(policy, wanted)
+    return [_Denial(one.reason, one.hint, {one.field: one.most}, one.rule) for one in found]
+
+
+def _over_caps(policy: Policy, limits: Limits, wishes: ResourceWishes) -> list[_Denial]:
     caps = policy.caps
     rows: tuple[tuple[str, Any, Any, Callable[[Any], str]], ...] = (
         ("memory", wishes.memory_bytes, caps.memory_bytes, format_bytes),
@@ -213,7 +221,6 @@ def _over_caps(policy: Policy, limits: Limits, wishes: ResourceWishes, ttl_s: fl
         ("output_limit", wishes.output_bytes, caps.output_bytes, format_bytes),
         ("output_kill", wishes.output_kill_bytes, caps.output_kill_bytes, format_bytes),
         ("timeout_s", wishes.timeout_s, caps.timeout_s, format_seconds),
-        ("ttl_s", ttl_s, caps.ttl_s, format_seconds),
     )
     denials = [
         _Denial(

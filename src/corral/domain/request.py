@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from corral.domain.expiry import NONE, UNLIMITED_S
 from corral.domain.limits import MIB
 from corral.domain.quantities import format_bytes, parse_seconds, shown
 from corral.domain.quota import PRIORITIES
@@ -129,6 +130,8 @@ class SandboxRequest:
     wishes: ResourceWishes = field(default_factory=ResourceWishes)
     placement: Placement = field(default_factory=Placement)
     ttl_s: float | None = None
+    """`domain.expiry.UNLIMITED_S` for none; so is the next."""
+    idle_timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,7 @@ RUN_FIELDS = frozenset(
 )
 SANDBOX_FIELDS = frozenset(
     (*RESOURCE_FIELDS, *LATER_FIELDS, *_PLACE, "files", "resources", "ttl_s", "ttl", "timeout_s", "timeout")
+    + ("idle_timeout_s", "idle_timeout")
 )
 EXEC_FIELDS = frozenset(
     (*LATER_FIELDS, *_EXECUTION)
@@ -214,7 +218,7 @@ def parse_run(doc: Any, host: HostCaps, names: Names = NO_NAMES) -> RunRequest:
         wishes=wishes,
         placement=fields.placement(),
         keep=fields.flag("keep"),
-        ttl_s=fields.seconds("ttl_s", "ttl"),
+        ttl_s=fields.end("ttl_s", "ttl"),
         attached=fields.flag("attached"),
         priority=fields.priority(),
         queue_timeout_s=fields.seconds("queue_timeout_s", "queue_timeout"),
@@ -233,7 +237,8 @@ def parse_sandbox(doc: Any, host: HostCaps) -> SandboxRequest:
         files=files,
         wishes=wishes,
         placement=fields.placement(),
-        ttl_s=fields.seconds("ttl_s", "ttl"),
+        ttl_s=fields.end("ttl_s", "ttl"),
+        idle_timeout_s=fields.end("idle_timeout_s", "idle_timeout"),
     )
 
 
@@ -692,6 +697,13 @@ class _Fields:
         at = pointer(name if value is not None else alias)
         value = other if value is None else value
         return None if value is None else self._seconds(value, at)
+
+    def end(self, name: str, alias: str) -> float | None:
+        """The same, or `none`: a time that does not end."""
+        said = [word for word in (name, alias) if self.doc.get(word) is not None]
+        if said and all(self.doc[word] == NONE for word in said):
+            return UNLIMITED_S
+        return self.seconds(name, alias)
 
     @staticmethod
     def _seconds(value: Any, at: str, *, zero: bool = False) -> float:

@@ -184,6 +184,7 @@ TABLE: tuple[Row, ...] = (
     _row("16", "ready", "idle_timeout", "idle", lease="take_system"),
     _row("17", "leased", "exec_requested", "running", commands="start_exec"),
     _row("18", "leased running paused", "renew", SAME, when="!expired", lease="extend"),
+    _row("18a", "ready leased running idle reuse_checking recycling pausing paused resuming", "set_expiry", SAME),
     _row("19", "leased", "release lease_expired", "recycling", lease="take_system", commands=_SETTLE, remember="soft"),
     _row("20", "running", "exec_requested", SAME, commands="start_exec"),
     _row(

@@ -24,6 +24,7 @@ from corral.services.events import Wakes, Watchers
 
 if TYPE_CHECKING:
     from corral.services.executor import Executor
+    from corral.services.expiry import Expiry
     from corral.services.files import Files
     from corral.services.identity import Identity
     from corral.services.leases import Leases
@@ -266,6 +267,11 @@ class Services:
         from corral.services.identity import Identity
 
         return Identity(self.core)
+
+    @property
+    def expiry(self) -> Expiry:
+        """When sandboxes end by themselves."""
+        return self.sandboxes.expiry
 
     @property
     def pausing(self) -> Pausing:

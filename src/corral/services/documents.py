@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from corral.domain.expiry import is_unlimited
 from corral.domain.facts import StreamFacts
 from corral.domain.grade import Check, check_dict, grade_host, grade_runtime
 from corral.domain.lease import is_system, named
@@ -163,7 +164,8 @@ class Documents:
             "lease": _lease(view),
             "session": row.session_id,
             "created_at": moment(row.created_at),
-            "expires_at": moment(row.expires_at),
+            "expires_at": None if is_unlimited(row.created_at, row.expires_at) else moment(row.expires_at),
+            "idle_timeout_s": None if row.idle_timeout_ms is None else row.idle_timeout_ms / 1000,
             "conditions": row.conditions,
             "tainted": row.tainted,
             "failure": row.failure,

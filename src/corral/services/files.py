@@ -95,7 +95,9 @@ class Files:
         """Content, streamed; bytes `first` to `last`, or the last `last` ones without a `first`."""
         view = await self._readable(caller, sandbox_id, user)
         work = self._node.read_file(instance_of(view), path, first=first, last=last, user=user)
-        return Reading(await self._met(work, sandbox_id), self, sandbox_id)
+        reading = Reading(await self._met(work, sandbox_id), self, sandbox_id)
+        self._sandboxes.expiry.keeps(view, reading)
+        return reading
 
     # -- changing --------------------------------------------------------------------------------------------------------------
     async def write(
@@ -125,7 +127,8 @@ class Files:
             size=size,
             user=user,
         )
-        return await self._met(work, sandbox_id)
+        with self._sandboxes.expiry.using(view):
+            return await self._met(work, sandbox_id)
 
     async def move(
         self,
@@ -193,7 +196,9 @@ class Files:
         """`started`, then changes, then `ended` with a reason when the sandbox or what is watched is gone."""
         view = await self._readable(caller, sandbox_id, user)
         work = self._node.watch_files(instance_of(view), path, recursive=recursive, user=user)
-        return Watching(await self._met(work, sandbox_id), self, sandbox_id, path)
+        watching = Watching(await self._met(work, sandbox_id), self, sandbox_id, path)
+        self._sandboxes.expiry.keeps(view, watching)
+        return watching
 
     async def told(self, error: CorralError, sandbox_id: str) -> CorralError:
         """What a transfer met, told by why the sandbox ends if it does."""

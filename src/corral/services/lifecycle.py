@@ -78,6 +78,8 @@ class Wanted:
     modes: LimitModes
     ttl_s: float
     one_shot: bool
+    idle_timeout_s: float | None = None
+    """How long it may be without activity; None = for ever."""
     seccomp: str = "default"
     """Profile of system calls."""
     user_id: str | None = None
@@ -263,7 +265,7 @@ class Lifecycle:
         ref: Json | None,
     ) -> tuple[Transition, InstanceRecord | None]:
         row, instance = view.sandbox, view.instance
-        changes.setdefault("last_active_at", self._core.now_ms())
+        changes.setdefault("last_active_at", self._core.store_ms())
         if step.remembered != row.remembered_state:
             changes["remembered_state"] = step.remembered
         if step.failure is not None:
@@ -348,7 +350,7 @@ class Lifecycle:
     async def begin(self, wanted: Wanted, idempotency: Idempotency | None = None) -> tuple[SandboxView, bool]:
         """The sandbox's row and its way to `provisioning`, made once per idempotency key; -> (view, whether by this call)."""
         core = self._core
-        now = core.now_ms()
+        now = core.store_ms()
         sandbox = SandboxRecord(
             sandbox_id=wanted.sandbox_id,
             tenant_id=wanted.tenant_id,
@@ -362,6 +364,7 @@ class Lifecycle:
             created_at=now,
             last_active_at=now,
             expires_at=now + wanted.ttl_ms,
+            idle_timeout_ms=None if wanted.idle_timeout_s is None else max(1, round(wanted.idle_timeout_s * 1000)),
             one_shot=wanted.one_shot,
             labels={
                 "owner": wanted.owner,
@@ -408,6 +411,7 @@ class Lifecycle:
             limits=limits,
             modes=modes,
             ttl_s=max(1.0, (row.expires_at - row.created_at) / 1000),
+            idle_timeout_s=None if row.idle_timeout_ms is None else row.idle_timeout_ms / 1000,
             one_shot=row.one_shot,
             seccomp=str(row.labels.get("seccomp", "default")),
         )

@@ -60,7 +60,7 @@ class Pausing:
                 state = view.sandbox.state
                 if state in ENDING:
                     raise gone(view)
-                self._check_holder(view, caller, lease)
+                check_holder(view, caller, lease)
                 if state == "paused" if event == "pause" else state in ("leased", "running", "idle"):
                     return view
                 if state in ("pausing", "resuming"):
@@ -85,22 +85,6 @@ class Pausing:
                     continue
                 return await asyncio.shield(task)
         raise CorralError("conflict", f"the sandbox {sandbox_id} is {state}", hint="try again in a moment")
-
-    @staticmethod
-    def _check_holder(view: SandboxView, caller: Caller, lease: str | None) -> None:
-        """Who has the sandbox may do this, and anybody of its tenant to one that nobody has."""
-        holder = view.lease.lease_owner if view.lease is not None else None
-        if lease is not None:
-            try:
-                fence = Fence.parse(lease)
-            except ValueError as error:
-                detail = "Corral-Lease is not <incarnation>.<lease_version>"
-                raise CorralError("invalid_value", detail, hint="as the lease's document gives it") from error
-            if fence != fence_of(view) or holder is None or key_of(holder) != caller.owner:
-                raise lease_lost(f"the lease {fence} is not the current one")
-        elif holder is not None and not is_system(holder) and (key_of(holder) != caller.owner or BETWEEN in holder):
-            assert view.lease is not None
-            raise held_by_another(view.sandbox.sandbox_id, view.lease.expires_at, view.lease.heartbeat_at)
 
     async def _begin(self, view: SandboxView, caller: Caller, event: Event) -> asyncio.Task[SandboxView]:
         row = view.sandbox
@@ -180,3 +164,19 @@ class Pausing:
             done=(self._lifecycle.finishing(("fence",), outcome),),
         )
         return await self._lifecycle.commit(plan)
+
+
+def check_holder(view: SandboxView, caller: Caller, lease: str | None) -> None:
+    """Who has the sandbox may do this, and anybody of its tenant to one that nobody has."""
+    holder = view.lease.lease_owner if view.lease is not None else None
+    if lease is not None:
+        try:
+            fence = Fence.parse(lease)
+        except ValueError as error:
+            detail = "Corral-Lease is not <incarnation>.<lease_version>"
+            raise CorralError("invalid_value", detail, hint="as the lease's document gives it") from error
+        if fence != fence_of(view) or holder is None or key_of(holder) != caller.owner:
+            raise lease_lost(f"the lease {fence} is not the current one")
+    elif holder is not None and not is_system(holder) and (key_of(holder) != caller.owner or BETWEEN in holder):
+        assert view.lease is not None
+        raise held_by_another(view.sandbox.sandbox_id, view.lease.expires_at, view.lease.heartbeat_at)

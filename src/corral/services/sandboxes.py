@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+from corral.domain.expiry import idle_timeout_of
 from corral.domain.fence import Fence
 from corral.domain.guard import check_user, exec_limits
 from corral.domain.guard import decide as guard_decide
@@ -27,6 +28,7 @@ from corral.services.documents import read_limits
 from corral.services.events import Caller, StreamEvent
 from corral.services.execs import Execs, Stopwatch, artifact_named, environment, fence_of, file_blocks, instance_of
 from corral.services.executor import ended_document
+from corral.services.expiry import Expiry
 from corral.services.languages import Languages, exec_directories, is_code
 from corral.services.leases import Leases, Wish, ttl_of
 from corral.services.lifecycle import ENDING, Lifecycle, Wanted, gone
@@ -62,6 +64,7 @@ class Sandboxes:
         self._driven: dict[str, asyncio.Task[None]] = {}
         self.leases = Leases(core, lifecycle, execs)
         self.pausing = Pausing(core, lifecycle)
+        self.expiry = Expiry(core, lifecycle)
 
     # -- sandboxes -------------------------------------------------------------------------------------------------------------
     async def create(self, caller: Caller, document: Json, idempotency: Idempotency | None) -> SandboxView:
@@ -71,7 +74,14 @@ class Sandboxes:
         request = parse_sandbox(document, core.host)
         policy = core.policy
         intent = plan_by_rules(request, core.names)
-        guard = guard_decide(policy, intent, request.wishes, request.placement, ttl_s=request.ttl_s)
+        guard = guard_decide(
+            policy,
+            intent,
+            request.wishes,
+            request.placement,
+            ttl_s=request.ttl_s,
+            idle_timeout_s=request.idle_timeout_s,
+        )
         guard = judged(core, guard, caller.tenant_id)
         if not guard.allowed:
             await core.store.add_audit(
@@ -95,6 +105,7 @@ class Sandboxes:
             limits=guard.limits,
             modes=choice.modes,
             ttl_s=guard.ttl_s,
+            idle_timeout_s=idle_timeout_of(policy, request.idle_timeout_s),
             one_shot=False,
             seccomp=seccomp,
         )
@@ -153,6 +164,7 @@ class Sandboxes:
                 if lease is None and error.code == "lease_lost" and not last:
                     continue  # it has changed hands since we looked
                 raise await self.met(error, sandbox_id) from error
+            await self.expiry.used(view)
             return view
         raise AssertionError
 
@@ -170,6 +182,7 @@ class Sandboxes:
             except CorralError as error:
                 if error.code != "lease_lost":
                     raise
+        await self.expiry.used(view)
         return view
 
     async def met(self, error: CorralError, sandbox_id: str) -> CorralError:
@@ -447,6 +460,8 @@ class Sandboxes:
 
     async def _running(self, caller: Caller, exec_id: str, lease: str | None = None) -> tuple[ExecRecord, Fence]:
         record = await self.get_exec(caller, exec_id)
+        if lease is not None:
+            await self._held(caller, record.sandbox_id, lease)
         if record.state not in OPEN_EXEC:
             raise CorralError("conflict", f"the exec has ended ({record.state})", retryable=False)
         fence = fence_of(await self.usable(caller, record.sandbox_id, lease))
@@ -519,7 +534,9 @@ class Sandboxes:
         """A tar stream of a path inside."""
         view = await self.readable(caller, sandbox_id)
         check_user(self._core.policy, view.sandbox.template_id, user)
-        return self._told(self._core.node.get_tar(instance_of(view), path, user), sandbox_id)
+        told = self._told(self._core.node.get_tar(instance_of(view), path, user), sandbox_id)
+        self.expiry.keeps(view, told)
+        return told
 
     async def _told(self, blocks: AsyncIterator[bytes], sandbox_id: str) -> AsyncIterator[bytes]:
         try:
@@ -545,7 +562,8 @@ class Sandboxes:
         view = await self.usable(caller, sandbox_id, lease)
         check_user(self._core.policy, view.sandbox.template_id, user)
         try:
-            await self._core.node.put_tar(instance_of(view), fence_of(view), blocks, path, user)
+            with self.expiry.using(view):
+                await self._core.node.put_tar(instance_of(view), fence_of(view), blocks, path, user)
             if not await self._core.store.open_execs(sandbox_id):
                 await self._core.node.mark(instance_of(view))
         except CorralError as error:

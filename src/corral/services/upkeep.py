@@ -163,11 +163,7 @@ class Upkeep:
         core = self._core
         now = core.now_ms()
         self._look_at_bases(now)
-        for view in await self._living():
-            row = view.sandbox
-            if row.expires_at <= now and row.state not in ("sanitizing", "terminated"):
-                work = self._lifecycle.destroy(row.sandbox_id, "ttl", event="ttl")
-                core.spawn(work, f"{row.sandbox_id} ttl", last=True)
+        await self._sandboxes.expiry.sweep()
         await self._sandboxes.leases.sweep()
         patience_s = core.delays["client_gone_s"]
         for run in self._executor.in_flight:
