@@ -441,6 +441,8 @@ async def test_a_worker_that_starts_on_an_older_copy_starts_none_of_its_runs(two
     gate.set()
     run = await finished(two, "b", old)
     await until(lambda: _terminated(two, run["sandbox_id"]))
+    newest = await two.store.newest_event()
+    await until(lambda: two.node.event_id >= newest)  # the node has heard how far the store was
     for name in ("a", "b"):
         leaving = two.workers.pop(name)
         await leaving.services.stop(1.0, hand_on=True)
