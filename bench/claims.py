@@ -2,9 +2,9 @@
 
     .venv/bin/python -m bench.claims [--clients 50] [--rounds 20] [--stores sqlite,postgres-1,postgres-2] [--json FILE]
 
-Per store an installation of its own is started, with as many sandboxes as clients. `create` makes a sandbox and deletes it, `attach`
-acquires an idle one as another owner (store, node and guest take the fence), `exec` runs `/bin/true` in one's own, `fork` is fork+exec
-of the same program on the host. Everything is timed by one client alone and by all at once, in turns with `fork` within each round;
+Per store an installation of its own is started, with as many sandboxes as clients. `create` makes a sandbox (and deletes it behind the
+clock), `attach` acquires an idle one as another owner (store, node and guest take the fence), `exec` runs `/bin/true` in one's own,
+`fork` is fork+exec of the same program on the host. Everything is timed by one client alone and by all at once, in turns with `fork` within each round;
 ratios are to the median of `fork` in the same way. The clients share the machine with the servers. Memory is that of all processes of
 the installation together, PostgreSQL and Redis not counted.
 """
@@ -55,7 +55,8 @@ class Caller:
         self._number = number
         self._turn = 0
         self._connection: http.client.HTTPConnection | None = None
-        self.sandbox = ""
+        self.sandboxes: list[str] = []
+        """Its own first."""
         self._fence: str | None = None
 
     def call(self, method: str, path: str, document: Any = None, **headers: str) -> Any:
@@ -79,53 +80,39 @@ class Caller:
 
     def made(self) -> None:
         document = {"runtime": "bubblewrap", "memory": "64M", "disk": "16M"}
-        self.sandbox = self.call("POST", "/v1/sandboxes", document)["id"]
+        self.sandboxes.append(self.call("POST", "/v1/sandboxes", document)["id"])
 
     def deleted(self) -> None:
-        self.call("DELETE", f"/v1/sandboxes/{self.sandbox}?wait=60")
+        self.call("DELETE", f"/v1/sandboxes/{self.sandboxes.pop()}?wait=60")
 
-    def create(self) -> float:
-        own = self.sandbox
-        took = timed(self.made)
-        self.deleted()
-        self.sandbox = own
-        return took
-
-    def attach(self) -> float:
-        """As somebody new, from idle."""
-        self._given_back()
+    def leased(self) -> None:
+        """As somebody new."""
         self._turn += 1
-        owner = f"bench/{self._number}-{self._turn}"
+        path = f"/v1/sandboxes/{self.sandboxes[0]}/attach"
+        self._fence = self.call("POST", path, {"owner": f"bench/{self._number}-{self._turn}", "ttl_s": 3600})["lease"]
 
-        def once() -> None:
-            path = f"/v1/sandboxes/{self.sandbox}/attach"
-            self._fence = self.call("POST", path, {"owner": owner, "ttl_s": 3600})["lease"]
-
-        return timed(once)
-
-    def _given_back(self) -> None:
-        if self._fence is not None:
-            path = f"/v1/sandboxes/{self.sandbox}/release"
-            self.call("POST", path, {}, **{"Corral-Lease": self._fence})
-            self._fence = None
-            end = time.monotonic() + IDLE_S
-            while self.call("GET", f"/v1/sandboxes/{self.sandbox}")["state"] != "idle":
-                if time.monotonic() > end:
-                    raise RuntimeError(f"{self.sandbox} does not become idle")
-                time.sleep(0.01)
-
-    def exec(self) -> float:
+    def held(self) -> None:
         if self._fence is None:
-            self.attach()
+            self.leased()
+
+    def idle(self) -> None:
+        """Given back, and settled."""
+        path = f"/v1/sandboxes/{self.sandboxes[0]}"
+        if self._fence is not None:
+            self.call("POST", f"{path}/release", {}, **{"Corral-Lease": self._fence})
+            self._fence = None
+        end = time.monotonic() + IDLE_S
+        while self.call("GET", path)["state"] == "recycling":
+            if time.monotonic() > end:
+                raise RuntimeError(f"{path} does not become idle")
+            time.sleep(0.01)
+
+    def worked(self) -> None:
         assert self._fence is not None
-        headers = {"Corral-Lease": self._fence}
-
-        def once() -> None:
-            told = self.call("POST", f"/v1/sandboxes/{self.sandbox}/execs?wait=60", {"argv": [TRUE]}, **headers)
-            if told["result"]["reason"] != "ok":
-                raise RuntimeError(told["result"])
-
-        return timed(once)
+        path = f"/v1/sandboxes/{self.sandboxes[0]}/execs?wait=60"
+        told = self.call("POST", path, {"argv": [TRUE]}, **{"Corral-Lease": self._fence})
+        if told["result"]["reason"] != "ok":
+            raise RuntimeError(told["result"])
 
     def close(self) -> None:
         if self._connection is not None:
@@ -139,44 +126,62 @@ def timed(once: Callable[[], Any]) -> float:
     return (time.perf_counter() - began) * 1000
 
 
-def fork(_: Caller) -> float:
-    return timed(lambda: spawn([TRUE]))
+@dataclass(frozen=True)
+class Kind:
+    """What is timed, `times` times by each client in a round; what must be so before, and is undone behind it, is not timed."""
+
+    once: Callable[[Caller], None]
+    before: Callable[[Caller], None] = lambda _: None
+    behind: Callable[[Caller], None] = lambda _: None
+    times: int = 1
 
 
-KINDS: dict[str, Callable[[Caller], float]] = {
-    "fork": fork,
-    "exec": Caller.exec,
-    "attach": Caller.attach,
-    "create": Caller.create,
+KINDS = {
+    "fork": Kind(lambda _: spawn([TRUE]), times=PER_CLIENT),
+    "exec": Kind(Caller.worked, before=Caller.held, times=PER_CLIENT),
+    "attach": Kind(Caller.leased, before=Caller.idle),
+    "create": Kind(Caller.made, behind=Caller.deleted),
 }
 
 
-def together(callers: list[Caller], work: Callable[[Caller], float], times: int) -> tuple[list[float], float]:
-    """All at once, each `times` times; -> (every time, calls per second)."""
+def together(callers: list[Caller], kind: Kind) -> tuple[list[float], float]:
+    """All at once; -> (every time, calls per second)."""
     found: list[float] = []
+    spans: list[tuple[float, float]] = []
     failed: list[BaseException] = []
-    ready = threading.Barrier(len(callers) + 1)
+    ready = threading.Barrier(len(callers))
 
     def live(caller: Caller) -> None:
-        ready.wait()
         try:
-            mine = [work(caller) for _ in range(times)]
+            kind.before(caller)
+            ready.wait()
+            began = time.perf_counter()
+            mine = [timed(lambda: kind.once(caller)) for _ in range(kind.times)]
+            spans.append((began, time.perf_counter()))
+            ready.wait()
+            kind.behind(caller)
         except BaseException as error:
             failed.append(error)
+            ready.abort()
         else:
             found.extend(mine)
 
     threads = [threading.Thread(target=live, args=(caller,)) for caller in callers]
     for thread in threads:
         thread.start()
-    ready.wait()
-    began = time.perf_counter()
     for thread in threads:
         thread.join()
-    took = time.perf_counter() - began
     if failed:
-        raise failed[0]
-    return found, len(found) / took
+        raise next((error for error in failed if not isinstance(error, threading.BrokenBarrierError)), failed[0])
+    return found, len(found) / (max(end for _, end in spans) - min(began for began, _ in spans))
+
+
+def alone(caller: Caller, kind: Kind) -> float:
+    """By one client while the others do nothing."""
+    kind.before(caller)
+    took = timed(lambda: kind.once(caller))
+    kind.behind(caller)
+    return took
 
 
 def resident(installation: Installation) -> int:
@@ -221,23 +226,22 @@ def measure(scratch: Path, store: str, options: Any) -> dict[str, Any]:
             built.mkdir()
             for name in ("base", "interpreter"):
                 subprocess.run(["cp", "-al", str(installation.state / name), str(built / name)], check=True)
-        series = {kind: Series() for kind in KINDS}
-        for kind, work in KINDS.items():  # one uncounted round: caches, lazy imports
-            together(callers[:2], work, 1)
-            series[kind] = Series()
+        series = {name: Series() for name in KINDS}
+        for kind in KINDS.values():  # one uncounted round: caches, lazy imports
+            together(callers[:2], kind)
         for number in range(options.rounds):
-            for kind, work in KINDS.items():
-                series[kind].alone.append(work(callers[number % len(callers)]))
-            for kind, work in KINDS.items():
-                times, rate = together(callers, work, PER_CLIENT if kind != "create" else 1)
-                series[kind].crowd += times
-                series[kind].rates.append(rate)
+            for name, kind in KINDS.items():
+                series[name].alone.append(alone(callers[number % len(callers)], kind))
+            for name, kind in KINDS.items():
+                times, rate = together(callers, kind)
+                series[name].crowd += times
+                series[name].rates.append(rate)
             if sys.stderr.isatty():
                 print(f"\r{store} round {number + 1}/{options.rounds}", end="", file=sys.stderr, flush=True)
         loaded = resident(installation)
         for caller in callers:
             caller.deleted()
-        rows = [row_of(kind, series[kind], series["fork"]) for kind in KINDS]
+        rows = [row_of(name, series[name], series["fork"]) for name in KINDS]
         return {"store": store, "rows": rows, "rss_fresh": fresh, "rss_loaded": loaded}
     finally:
         for caller in callers:
@@ -245,13 +249,13 @@ def measure(scratch: Path, store: str, options: Any) -> dict[str, Any]:
         installation.close()
 
 
-def row_of(kind: str, one: Series, base: Series) -> dict[str, Any]:
+def row_of(name: str, one: Series, base: Series) -> dict[str, Any]:
     """Medians, 99th percentiles, and ratios to fork+exec in the same way."""
-    found: dict[str, Any] = {"kind": kind, "per_second": statistics.median(one.rates)}
-    for name in ("alone", "crowd"):
-        times, against = getattr(one, name), getattr(base, name)
+    found: dict[str, Any] = {"kind": name, "per_second": statistics.median(one.rates)}
+    for way in ("alone", "crowd"):
+        times, against = getattr(one, way), getattr(base, way)
         middle = statistics.median(times)
-        found[name] = {
+        found[way] = {
             "p50_ms": middle,
             "p99_ms": percentile(times, 0.99),
             "ratio": middle / statistics.median(against),
