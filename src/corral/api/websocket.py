@@ -26,6 +26,7 @@ from typing import Any
 from corral.api import sse
 from corral.api.calls import Request, choice_of, until_stop
 from corral.api.problems import decode, problem
+from corral.api.rate import check_rate
 from corral.api.routes import check_scope, exec_socket, match
 from corral.api.turns import Turns
 from corral.domain.values import bytes_of
@@ -65,6 +66,7 @@ async def serve(
             raise refusal
         route, parts = match("GET", request.path)
         check_scope(route, request.caller)
+        await check_rate(services, request.caller)
         if route.handler is not exec_socket:
             raise CorralError("bad_request", "this path is no WebSocket", hint="use /v1/execs/{id}/ws")
         exec_id = parts["exec_id"]

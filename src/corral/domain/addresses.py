@@ -154,7 +154,8 @@ def judge(address: Address, named: Sequence[Network] = ()) -> Refusal | None:
     if isinstance(address, IPv6Address) and address.scope_id is not None:
         return Refusal(address, "link_local", True)
     address = normal(address)
-    inner = [refusal for each in carried(address) if (refusal := judge(each, named)) is not None]
+    # A range that is named is meant as it is written, not as it might be reached through somebody's tunnel.
+    inner = [refusal for each in carried(address) if (refusal := judge(each)) is not None]
     for refusal in inner:
         if refusal.final:
             return Refusal(address, refusal.kind, True)
