@@ -66,6 +66,10 @@ from .transacting import Tx
 # ruff: noqa: S608
 
 _PAGE = 500
+_LAST = {"run": "finished", "sandbox": "terminated"}
+_OPEN_EXEC = "state IN ('starting', 'running')"
+"""The very words of the indexes of open execs: nothing that is bound would do."""
+assert OPEN_EXEC == ("starting", "running")
 _LIST_ROWS = 50
 
 
@@ -248,6 +252,8 @@ def _page(
         where.append(f"(created_at, {shape.key}) < (:created_at, :after)")
     if states is not None:
         where.append(one_of("state", states, params))
+        if (last_state := _LAST[shape.table]) not in states:
+            where.append(f"state <> '{last_state}'")  # the very words of an index
     return tx.rows(
         f"SELECT {select or shape.select} FROM {shape.table} WHERE {' AND '.join(where)}"
         f" ORDER BY created_at DESC, {shape.key} DESC LIMIT :limit",
@@ -368,11 +374,10 @@ def commit_transition(tx: Tx, step: Step) -> Committed:
     for command in step.commands:
         _add_command(tx, command)
     if source.end_execs is not None:
-        params: dict[str, Any] = {"reason": source.end_execs, "sandbox_id": old.sandbox_id}
-        tx.rows(
+        tx.send(
             "UPDATE exec SET cancel_requested = COALESCE(cancel_requested, :reason), version = version + 1"
-            f" WHERE sandbox_id = :sandbox_id AND {one_of('state', OPEN_EXEC, params)}",
-            params,
+            f" WHERE sandbox_id = :sandbox_id AND {_OPEN_EXEC}",
+            {"reason": source.end_execs, "sandbox_id": old.sandbox_id},
         )
     if source.settled:
         tx.rows(
@@ -574,6 +579,8 @@ def update_instance(tx: Tx, instance_id: str, expect: Sequence[str], state: str,
 def list_instances(tx: Tx, node_id: str, states: Sequence[str] | None) -> list[InstanceRecord]:
     params: dict[str, Any] = {"node_id": node_id}
     where = "" if states is None else " AND " + one_of("state", states, params)
+    if states is not None and "gone" not in states:
+        where += " AND state <> 'gone'"  # the very words of an index
     found = tx.rows(
         f"SELECT {INSTANCE.select} FROM instance WHERE node_id = :node_id{where} ORDER BY born_at, instance_id", params
     )
@@ -630,9 +637,10 @@ def end_exec(
     ended = update_exec(tx, exec_id, OPEN_EXEC, changes)
     _finish_commands(tx, ended.sandbox_id, done)
     if last is not None or others is not None:
-        params: dict[str, Any] = {"sandbox_id": ended.sandbox_id}
-        where = one_of("state", OPEN_EXEC, params)
-        more = tx.rows(f"SELECT 1 FROM exec WHERE sandbox_id = :sandbox_id AND {where} LIMIT 1", params)
+        more = tx.rows(
+            f"SELECT 1 FROM exec WHERE sandbox_id = :sandbox_id AND {_OPEN_EXEC} LIMIT 1",
+            {"sandbox_id": ended.sandbox_id},
+        )
         if (step := others if more else last) is not None:
             commit_transition(tx, step)
     return ended
@@ -655,7 +663,7 @@ def get_exec(tx: Tx, exec_id: str, tenant_id: str | None) -> ExecRecord | None:
 
 
 def open_execs(tx: Tx, sandbox_id: str | None) -> list[ExecRecord]:
-    return _execs(tx, sandbox_id, "state IN ('starting', 'running')")
+    return _execs(tx, sandbox_id, _OPEN_EXEC)
 
 
 def list_execs(tx: Tx, sandbox_id: str) -> list[ExecRecord]:

@@ -25,9 +25,11 @@ def due_deliveries(tx: Tx) -> int:
 
 def claim_deliveries(tx: Tx, worker: str, claim_ms: int, limit: int) -> list[Delivery]:
     found = tx.rows(
-        "UPDATE webhook_delivery SET claimed_by = :worker, claim_until = :until, attempts = attempts + 1"
-        f" WHERE delivery_id IN (SELECT delivery_id FROM webhook_delivery WHERE {_DUE}"
-        f" ORDER BY next_at, delivery_id LIMIT :limit {tx.skip_locked}) RETURNING {DELIVERY.select}",
+        # Materialized, else a database may look for them once for each row, and lock more than the limit.
+        f"WITH picked AS MATERIALIZED (SELECT delivery_id FROM webhook_delivery WHERE {_DUE}"
+        f" ORDER BY next_at, delivery_id LIMIT :limit {tx.skip_locked})"
+        " UPDATE webhook_delivery SET claimed_by = :worker, claim_until = :until, attempts = attempts + 1"
+        f" WHERE delivery_id IN (SELECT delivery_id FROM picked) RETURNING {DELIVERY.select}",
         {"worker": worker, "until": tx.now + claim_ms, "now": tx.now, "limit": page_size(limit)},
     )
     return sorted(map(DELIVERY.decode, found), key=lambda each: (each.next_at or 0, each.delivery_id))

@@ -21,14 +21,42 @@ def upgrade() -> None:
     _leases()
     _expiry()
     _identity()
+    _many_rows()
 
 
 def downgrade() -> None:
+    _no_many_rows()
     _no_identity()
     _no_expiry()
     _no_leases()
     _no_queue()
     _no_workers()
+
+
+# -- many rows -----------------------------------------------------------------------------------------------------------------------
+
+_MANY = (
+    # What has ended stays, and must not be in the way of what is asked for all the time: what is open.
+    ("ix_run_open", "run", ("tenant_id", "created_at", "run_id"), "state <> 'finished'"),
+    ("ix_run_cancelled", "run", ("driver",), "state <> 'finished' AND cancel_requested IS NOT NULL"),
+    ("ix_sandbox_open", "sandbox", ("tenant_id", "created_at", "sandbox_id"), "state <> 'terminated'"),
+    ("ix_sandbox_stale", "sandbox", ("state", "last_active_at", "sandbox_id"), "state <> 'terminated'"),
+    ("ix_instance_open", "instance", ("node_id", "state", "born_at", "instance_id"), "state <> 'gone'"),
+    ("ix_exec_open", "exec", ("sandbox_id", "created_at", "exec_id"), "state IN ('starting', 'running')"),
+    ("ix_exec_cancelled", "exec", ("exec_id",), "state IN ('starting', 'running') AND cancel_requested IS NOT NULL"),
+    ("ix_sandbox_command_open", "sandbox_command", ("sandbox_id", "command_seq"), "done_at IS NULL"),
+    ("ix_audit_tenant_id_audit_id", "audit", ("tenant_id", "audit_id"), None),
+)
+
+
+def _many_rows() -> None:
+    for name, table, columns, only in _MANY:
+        _index(name, table, *columns, only=only)
+
+
+def _no_many_rows() -> None:
+    for name, table, _, _ in reversed(_MANY):
+        op.drop_index(name, table)
 
 
 def _text(name: str, *, null: bool = False, key: bool = False) -> sa.Column[Any]:
