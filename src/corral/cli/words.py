@@ -100,7 +100,9 @@ def sandbox_options(function: F) -> F:
         click.option(
             "--file", "file", multiple=True, metavar="SRC[:DEST]", help="File or directory to put under /workspace."
         ),
-        click.option("--ttl", "ttl", metavar="SECONDS", help="How long the sandbox lives; none where policy allows it."),
+        click.option(
+            "--ttl", "ttl", metavar="SECONDS", help="How long the sandbox lives; none where policy allows it."
+        ),
     )
     return _apply(function, (*(_option(name) for name in names), *more))
 

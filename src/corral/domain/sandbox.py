@@ -237,7 +237,15 @@ TABLE: tuple[Row, ...] = (
     _row("28b", "pausing", "pause_failed", REMEMBERED),
     _row("29", "paused", "resume", "resuming", commands="thaw fix_clocks fence"),
     _row("29a", "resuming", "resumed", REMEMBERED),
-    _row("29b", "resuming", "resume_failed", "lost", commands="condemn_instance", condemn=True),
+    _row(
+        "29b",
+        "resuming",
+        "resume_failed",
+        "lost",
+        failure="sandbox_lost",
+        commands="condemn_instance",
+        condemn=True,
+    ),
     # What was frozen while it ran would otherwise run on in an idle sandbox after the thaw.
     _row(
         "30",

@@ -60,6 +60,10 @@ class Pausing:
                 state = view.sandbox.state
                 if state in ENDING:
                     raise gone(view)
+                if view.sandbox.one_shot:
+                    detail = f"the sandbox {sandbox_id} belongs to a run, which has a time limit"
+                    hint = "sandboxes that were created, or kept, can be paused"
+                    raise CorralError("illegal_transition", detail, hint=hint)
                 check_holder(view, caller, lease)
                 if state == "paused" if event == "pause" else state in ("leased", "running", "idle"):
                     return view
@@ -90,9 +94,6 @@ class Pausing:
         row = view.sandbox
         flags: list[str] = []
         if event == "pause":
-            if row.one_shot:
-                detail = f"the sandbox {row.sandbox_id} belongs to a run, which has a time limit"
-                raise CorralError("illegal_transition", detail, hint="pause sandboxes that were created, or kept")
             if row.state not in ("leased", "running", "idle"):
                 raise CorralError(
                     "conflict", f"the sandbox {row.sandbox_id} is {row.state}", hint="try again in a moment"

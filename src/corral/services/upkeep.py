@@ -68,6 +68,7 @@ class Upkeep:
         live = set(await core.node.instances())
         wanted = {run.sandbox_id for run in runs}
         grace_s = core.delays["takeover_client_gone_s"]
+        await self._sandboxes.expiry.sweep()  # owners may be short-lived, each too short for the loop's
         for view in views:
             self._adopt_sandbox(view, live, wanted)
         for run in runs:

@@ -82,6 +82,12 @@ class FakeNode:
         self.creates: list[str] = []
         self.destroyed: list[tuple[str, str]] = []
         self.files: dict[str, list[tuple[str, int, bytes]]] = {}
+        self.deadlines: dict[str, float] = {}
+        self.paused: set[str] = set()
+        self.turns: list[tuple[str, Fence]] = []
+        self.turn_gate: asyncio.Event | None = None
+        self.turn_error: CorralError | None = None
+        self.can: dict[str, bool] = {"pause": True}
         self.gone: asyncio.Queue[str] = asyncio.Queue()
         self.create_gate: asyncio.Event | None = None
         self.start_gate: asyncio.Event | None = None
@@ -108,7 +114,7 @@ class FakeNode:
 
     async def runtimes(self, *, fresh: bool = False) -> list[RuntimeInfo]:
         reason = None if self.usable else "switched off"
-        return [RuntimeInfo("bubblewrap", self.usable, reason, 1, "0.11", {"two_uids": True}, MODES, 5.0)]
+        return [RuntimeInfo("bubblewrap", self.usable, reason, 1, "0.11", {"two_uids": True, **self.can}, MODES, 5.0)]
 
     async def host(self) -> HostFacts:
         return HostFacts("hybrid", "root", 8 << 30, 2)
@@ -201,6 +207,24 @@ class FakeNode:
 
     async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
         self._check(instance_id, fence)
+        self.deadlines[instance_id] = deadline_s
+
+    async def pause(self, instance_id: str, fence: Fence) -> None:
+        await self._turn("pause", instance_id, fence)
+        self.paused.add(instance_id)
+
+    async def resume(self, instance_id: str, fence: Fence) -> None:
+        await self._turn("resume", instance_id, fence)
+        self.paused.discard(instance_id)
+
+    async def _turn(self, word: str, instance_id: str, fence: Fence) -> None:
+        self._check(instance_id, fence)
+        self.turns.append((word, fence))
+        if self.turn_gate is not None:
+            await self.turn_gate.wait()
+        if self.turn_error is not None:
+            raise self.turn_error
+        self._check(instance_id, fence)
 
     async def put_files(self, instance_id: str, fence: Fence, files: Sequence[tuple[str, int, bytes | None]]) -> None:
         self._check(instance_id, fence)
@@ -221,6 +245,8 @@ class FakeNode:
         self._check(instance_id, fence)
         if self.start_gate is not None:
             await self.start_gate.wait()
+        if instance_id in self.paused:
+            raise CorralError("sandbox_paused", "paused")
         if spec.exec_id in self.execs:
             return
         self.starts.append(spec.exec_id)
