@@ -245,6 +245,13 @@ def test_k12_creating_with_one_key_makes_one(server: Replicas, call: Call, path:
             assert (result["reason"], result["stdout"]["text"]) == ("ok", "你好\n"), result
     else:
         until(lambda: call.repeated("GET", f"/v1/sandboxes/{made['id']}")["state"] == "leased", "it is made")
+    until(lambda: charged(call) == len(listed(call, "/v1/sandboxes")), "the quota is charged once for each")
+
+
+def charged(call: Call) -> Any:
+    """How many sandboxes the tenant's quota counts, once no run holds room."""
+    use = call.repeated("GET", "/v1/queue")["use"]
+    return use["sandboxes"] if use["running"] == use["queued"] == 0 else None
 
 
 def listed(call: Call, path: str) -> list[Any]:

@@ -172,14 +172,25 @@ class Execs:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._ends: dict[str, _End] = {}
+        self._of: dict[str, set[str]] = {}
+        """sandbox_id -> those of its execs."""
 
     def expect(self, record: ExecRecord) -> None:
         """Its row is committed (or was read by a take-over): from now on every request of its end is heard, until `forget`."""
-        self._ends.setdefault(record.exec_id, _End(record))
+        self._expected(record)
+
+    def _expected(self, record: ExecRecord) -> _End:
+        self._of.setdefault(record.sandbox_id, set()).add(record.exec_id)
+        return self._ends.setdefault(record.exec_id, _End(record))
 
     def forget(self, exec_id: str) -> None:
         """It has ended, or this process stops to look after it."""
-        self._ends.pop(exec_id, None)
+        end = self._ends.pop(exec_id, None)
+        if end is not None:
+            left = self._of[end.sandbox_id]
+            left.discard(exec_id)
+            if not left:
+                del self._of[end.sandbox_id]
 
     def request_end(self, exec_id: str, why: str) -> None:
         """The row's `cancel_requested` has been committed as `why`."""
@@ -194,13 +205,12 @@ class Execs:
 
     def concerns(self, key: str) -> bool:
         """Whether `key` is an exec that this process looks after, or a sandbox of one."""
-        return key in self._ends or any(end.sandbox_id == key for end in self._ends.values())
+        return key in self._ends or key in self._of
 
     def request_ends(self, sandbox_id: str, why: str) -> None:
         """A transition has been committed that gave `why` to every open exec of the sandbox; an earlier reason stays."""
-        for exec_id, end in self._ends.items():
-            if end.sandbox_id == sandbox_id:
-                self.request_end(exec_id, end.asked or why)
+        for exec_id in self._of.get(sandbox_id, ()):
+            self.request_end(exec_id, self._ends[exec_id].asked or why)
 
     async def supervise(
         self,
@@ -248,7 +258,7 @@ class Execs:
         mark: bool,
         ended: Callable[[Verdict], Awaitable[None]] | None,
     ) -> Outcome:
-        end = self._ends.setdefault(record.exec_id, _End(record))
+        end = self._expected(record)
         try:
             facts = await self._attempt(record, instance_id, spec, end, watch)
             if record.state == "starting" and _interrupted(facts):

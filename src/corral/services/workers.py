@@ -92,9 +92,11 @@ class Workers:
     async def _beats(self) -> None:
         core = self._core
         while True:
+            away = core.doubtful
             try:
                 await self.beat()
-                await self.adopt()
+                if not away:  # else the others were away too, perhaps: let them say first that they are there
+                    await self.adopt()
                 core.store_works()
             except CorralError as error:
                 if error.code == "store_error":
