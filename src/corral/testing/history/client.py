@@ -144,6 +144,8 @@ class Line:
         try:
             connection.request(method, path, body, fields)
             answer = connection.getresponse()
+            if answer.length is None and not answer.chunked:
+                raise http.client.IncompleteRead(b"")  # its head was cut short, which http.client takes for its end
             content = answer.read()
             kind = answer.getheader("content-type", "")
             if "json" in kind and "files" not in path:
