@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ class Core:
     draining = False
     coordination = InProcess()
     store = Store()
+    policy = SimpleNamespace(calls_per_minute=None)
 
     def log(self, line: str) -> None:
         raise AssertionError(line)

@@ -278,3 +278,14 @@ async def test_doctor_tells_drift_and_gc_mends_it(world):
     assert (drift["kind"], drift["subject"]) == ("sum", "default")
     assert (await world.call("POST", "/v1/gc")).document["removed"]["reservation"] == 1
     assert (await world.call("GET", "/v1/doctor")).document["quota"] == []
+
+
+async def test_a_key_may_call_as_often_as_the_policy_says(world):
+    core = world.services.core
+    core.policy = replace(core.policy, calls_per_minute=3)
+    answers = [await world.call("GET", "/v1/queue") for _ in range(5)]
+    assert [answer.status for answer in answers] == [200, 200, 200, 429, 429]
+    assert answers[-1].document["code"] == "rate_limited" and 0 < int(answers[-1].headers["Retry-After"]) <= 60
+    assert (await world.call("GET", "/healthz")).status == 200
+    request = Request("GET", "/v1/queue", caller=Caller("t2", "key:t2"))
+    assert (await dispatch(world.services, request)).status == 200, "each key for itself"
