@@ -92,7 +92,8 @@ def stale_sandboxes(tx: Tx, states: Sequence[str], before_ms: int, limit: int) -
     params: dict[str, Any] = {"before": before_ms, "limit": page_size(limit)}
     where = one_of("state", states, params)
     found = tx.rows(
-        f"SELECT {SANDBOX.select} FROM sandbox WHERE state <> 'terminated' AND {where} AND last_active_at < :before"
+        f"SELECT {SANDBOX.select} FROM sandbox WHERE state <> 'terminated' AND last_active_at > 0"  # as its index says
+        f" AND {where} AND last_active_at < :before"
         " ORDER BY last_active_at, sandbox_id LIMIT :limit",
         params,
     )

@@ -40,7 +40,13 @@ _MANY = (
     ("ix_run_open", "run", ("tenant_id", "created_at", "run_id"), "state <> 'finished'"),
     ("ix_run_cancelled", "run", ("driver",), "state <> 'finished' AND cancel_requested IS NOT NULL"),
     ("ix_sandbox_open", "sandbox", ("tenant_id", "created_at", "sandbox_id"), "state <> 'terminated'"),
-    ("ix_sandbox_stale", "sandbox", ("state", "last_active_at", "sandbox_id"), "state <> 'terminated'"),
+    # The last words keep it from those who look for states in another order.
+    (
+        "ix_sandbox_stale",
+        "sandbox",
+        ("state", "last_active_at", "sandbox_id"),
+        "state <> 'terminated' AND last_active_at > 0",
+    ),
     ("ix_instance_open", "instance", ("node_id", "state", "born_at", "instance_id"), "state <> 'gone'"),
     ("ix_exec_open", "exec", ("sandbox_id", "created_at", "exec_id"), "state IN ('starting', 'running')"),
     ("ix_exec_cancelled", "exec", ("exec_id",), "state IN ('starting', 'running') AND cancel_requested IS NOT NULL"),
