@@ -54,7 +54,7 @@ class Replicas:
         self.errors = place / "stderr"
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *words: str) -> Replicas:
+    def start(self, *words: str, scheme: str = "http") -> Replicas:
         """Returns once it listens."""
         port = ["--port", str(self.port)]
         with self.errors.open("a") as errors:
@@ -75,7 +75,7 @@ class Replicas:
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line.startswith("corral: listening on http://"), (line, self.errors.read_text())
+        assert line.startswith(f"corral: listening on {scheme}://"), (line, self.errors.read_text())
         self.url = line.split()[-1]
         self.port = int(self.url.rpartition(":")[2])
         if not self.key:

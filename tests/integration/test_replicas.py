@@ -6,6 +6,7 @@ import http.client
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -231,6 +232,51 @@ def test_a_kept_connection_is_closed_politely_by_a_replica_that_leaves(make: Mak
         time.sleep(0.02)
     connection.close()
     until(lambda: not set(server.children("replica")) & set(old))
+
+
+def test_a_restart_that_cannot_succeed_leaves_the_old_replicas_and_says_why(make: Make, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    shutil.copy(Path(__file__).resolve().parents[2] / "policy/default.yaml", policy)
+    server = make(CORRAL_POLICY=str(policy)).start().ready()
+    good, old = policy.read_text(), server.children("replica")
+    policy.write_text("classes: 7\n")
+    assert server.process is not None
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: "the old one" in server.errors.read_text(), "the log")
+    until(lambda: server.children("replica") == old)
+    with server.client() as client:
+        assert client.run(runtime="bubblewrap", shell="echo still").result.stdout.text == "still\n"
+    policy.write_text(good)
+    server.restart_all()
+    with server.client() as client:
+        assert client.run(runtime="bubblewrap", shell="echo new").result.stdout.text == "new\n"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_replicas_speak_tls_and_take_a_new_certificate_at_a_restart(make: Make, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+
+    def new_certificate() -> str:
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+            + ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+            check=True,
+            capture_output=True,
+        )
+        return certificate.read_text()
+
+    def shown() -> str:
+        return ssl.get_server_certificate(("127.0.0.1", server.port))
+
+    first = new_certificate()
+    server = make(1).start("--tls-cert", str(certificate), "--tls-key", str(key), scheme="https")
+    assert shown().split() == first.split()
+    second = new_certificate()
+    server.restart_all()
+    assert shown().split() == second.split() != first.split()
+    with Corral([server.url], server.key, ca_file=certificate) as client:
+        assert client.run(runtime="bubblewrap", shell="echo hidden").result.stdout.text == "hidden\n"
+    assert server.stop() == 0
 
 
 def test_a_stop_leaves_sandboxes_alive_for_the_next_server(server: Replicas) -> None:

@@ -185,7 +185,7 @@ def test_without_the_key_only_health_is_answered(state: Path) -> None:
     try:
         assert server.call("GET", "/healthz", key="")[0] == 200
         status, _, raw = server.call("GET", "/readyz", key="")
-        assert (status, json.loads(raw)) == (503, {"status": "no runtime"}), (
+        assert (status, json.loads(raw)) == (503, {"status": "no runtime", "missing": []}), (
             "the runtime that runs nothing is no default"
         )
         for authorization in (
