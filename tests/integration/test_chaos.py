@@ -47,6 +47,32 @@ def test_two_replicas_while_replicas_node_postgresql_and_redis_fail(shared: Path
     assert len(report.faults) >= 8, report.faults
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spoil", "missed"),
+    [
+        pytest.param(
+            "from corral.services.leases import Leases\nasync def none(*_): pass\nLeases._barrier = none",
+            {"barrier"},
+            id="a lease is reported before the guest knows of it",
+        ),
+        pytest.param(
+            "from corral.domain import contention as c\nc._held = lambda lease: c.Choice('take_over', flags=('own',))",
+            {"one-owner", "promise-kept"},
+            id="whoever asks gets it",
+        ),
+    ],
+)
+def test_a_promise_that_is_taken_out_of_the_product_is_missed(spoil: str, missed: set[str], shared: Path) -> None:
+    plan = Plan(seed=5, seconds=25, clients=5, slots=2, only=("kill_client", "cut"))
+    report = run(plan, prepare=lambda state: furnish(state, shared), progress=print, spoil=spoil)
+    try:
+        assert {violation.rule for violation in report.verdict.violations} == missed, str(report.verdict)
+    finally:
+        if report.directory is not None:
+            shutil.rmtree(report.directory)
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_a_seed_gives_its_plan_again_and_another_one_another(kind: Kind) -> None:
     one, again, other = Plan(7, 60, kind), Plan(7, 60, kind), Plan(8, 60, kind)

@@ -194,12 +194,13 @@ def run(
     prepare: Callable[[Path], None] | None = None,
     progress: Progress = lambda text: None,
     keep: bool = False,
+    spoil: str = "",
 ) -> Report:
     """Do it. `door` opens the node's socket, for old fences; `prepare` may furnish the state directory before the first start. A failure of the harness itself is an exception."""
     began = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="corral-chaos-"))
     directory.chmod(0o755)
-    installation = Installation(directory, replicas if plan.kind == "postgres" else 0)
+    installation = Installation(directory, replicas if plan.kind == "postgres" else 0, spoil)
     proxies: list[Proxy] = []
     report: Report | None = None
     try:

@@ -27,9 +27,13 @@ COPY = "older"
 
 
 class Installation:
-    """Started by `start`; `close` ends what was started here. Everything lies in `directory`."""
+    """Started by `start`; `close` ends what was started here. Everything lies in `directory`.
 
-    def __init__(self, directory: Path, replicas: int = 0) -> None:
+    `spoil`: what the server runs first; tests take a promise out of it, to see that it is missed.
+    """
+
+    def __init__(self, directory: Path, replicas: int = 0, spoil: str = "") -> None:
+        self._program = f"{spoil}\nfrom corral.cli.main import main; main()"
         self.directory = directory
         self.state = directory / "state"
         self.witness = directory / "witness.jsonl"
@@ -80,7 +84,7 @@ class Installation:
             words += ["--replicas", str(self.replicas)]
         with open(self.log, "ab") as log:
             self.server = subprocess.Popen(
-                [sys.executable, "-c", "from corral.cli.main import main; main()", *words],
+                [sys.executable, "-c", self._program, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
