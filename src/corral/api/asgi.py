@@ -100,9 +100,12 @@ class Application:
     async def _answered(self, request: Request, receive: Receive, send: Send, watch: Watch | None) -> None:
         head = request.method == "HEAD"
         reply = await self._reply(request, receive)
+        if watch is not None and watch.over:
+            if reply is not None:
+                await _close(reply.raw if reply.raw is not None else reply.events)
+            await _answer(_problem(refused(), close=True), watch.waiting, send, head, self._turns)
+            return
         if reply is None:
-            if watch is not None and watch.over:
-                await _answer(_problem(refused(), close=True), watch.waiting, send, head, self._turns)
             return
         raw = reply.raw
         if raw is not None and request.query.get("follow", "false") in ("false", "0"):

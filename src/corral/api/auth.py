@@ -7,6 +7,7 @@ a good key is looked at first and passes from any address at any time. Refusals 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -72,6 +73,7 @@ class Gate:
 
     async def _count(self, verdict: Verdict, address: str) -> None:
         core = self._services.core
+        address = network_of(address)
         counted = await core.coordination.count(f"wrong-key:{address}", 1, WRONG, WRONG_MS)
         if not counted.allowed:
             seconds = max(1, -(-counted.retry_after_ms // 1000))
@@ -96,6 +98,14 @@ class Gate:
             await core.store.add_audit(audit)
         except CorralError as error:
             core.log(f"a refused key from {address} is not in the audit: {error}")
+
+
+def network_of(address: str) -> str:
+    """Whom an address counts for: itself, or its network where one host has a whole one (IPv6)."""
+    try:
+        return str(ipaddress.ip_network((ipaddress.IPv6Address(address.partition("%")[0]), 64), strict=False))
+    except ValueError:
+        return address
 
 
 def secret_of(authorization: str) -> str | None:
