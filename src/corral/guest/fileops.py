@@ -419,6 +419,30 @@ def remove(path: str, recursive: str) -> None:
     say(line({"removed": True}))
 
 
+def empty(*paths: str) -> None:
+    """Remove all that is in these directories and that this user may remove; tells the first entry that stays."""
+    stays: bytes | None = None
+    for directory in map(raw, paths):
+        try:
+            names = os.listdir(directory) if not os.path.islink(directory) else []
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            stays = stays or directory
+            continue
+        for name in names:
+            target = os.path.join(directory, name)
+            try:
+                if os.path.ismount(target) or is_mount_point(target):
+                    continue  # of the sandbox's own making, not of a program's
+                _remove_all(target)
+            except FileNotFoundError:
+                continue
+            except (OSError, Refused):
+                stays = stays or target
+    say(line({"stays": None if stays is None else shown(stays)}))
+
+
 def is_mount_point(path: bytes) -> bool:
     """Also of a bind mount of the same file system, which has its parent's device."""
     wanted = os.path.realpath(path)
@@ -497,4 +521,5 @@ OPERATIONS: dict[str, Callable[..., None]] = {
     "mkdir": mkdir,
     "move": move,
     "remove": remove,
+    "empty": empty,
 }

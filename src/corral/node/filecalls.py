@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from corral.domain.fence import Fence
 from corral.errors import CorralError
@@ -44,8 +44,8 @@ class FileCalls(ABC):
         self, instance_id: str, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str = "sandbox"
     ) -> None:
         body = self._alive(instance_id)
-        self._check_fence(body, fence)
-        await transfers.put_tar(body, fence, tar, dest, user)
+        with self._under(body, fence):
+            await transfers.put_tar(body, fence, tar, dest, user)
 
     async def get_tar(self, instance_id: str, path: str, user: str = "sandbox") -> AsyncIterator[bytes]:
         body = self._alive(instance_id)
@@ -123,10 +123,30 @@ class FileCalls(ABC):
         async with self._changing(instance_id, fence) as body:
             await transfers.remove(body, fence, path, recursive=recursive, user=user)
 
+    async def empty_directories(
+        self, instance_id: str, fence: Fence, paths: Sequence[str], *, user: str = "sandbox"
+    ) -> str | None:
+        body = self._alive(instance_id)
+        with self._under(body, fence):
+            return await transfers.empty(body, fence, paths, user=user)
+
     async def watch_files(
         self, instance_id: str, path: str, *, recursive: bool = False, user: str = "sandbox"
     ) -> FileEvents:
         return await transfers.watch(self._alive(instance_id), path, recursive, user)
+
+    @contextlib.contextmanager
+    def _under(self, body: Body, fence: Fence) -> Iterator[None]:
+        """Work under a fence; what is cut short by a newer one is told so, however it ended inside."""
+        self._check_fence(body, fence)
+        try:
+            yield
+        except CorralError as error:
+            if fence < body.floor and error.code != "lease_lost" and not body.gone.is_set() and body.destroying is None:
+                raise CorralError(
+                    "lease_lost", f"fence {fence} is below {body.floor}", floor=str(body.floor)
+                ) from error
+            raise
 
     @contextlib.asynccontextmanager
     async def _on_disk(self, instance_id: str) -> AsyncIterator[Body]:
@@ -146,9 +166,9 @@ class FileCalls(ABC):
     async def _changing(self, instance_id: str, fence: Fence) -> AsyncIterator[Body]:
         """What a caller changes while no program runs is no program's doing."""
         body = self._alive(instance_id)
-        self._check_fence(body, fence)
         try:
-            yield body
+            with self._under(body, fence):
+                yield body
         finally:
             if not body.execs and body.destroying is None:
                 with contextlib.suppress(OSError):

@@ -306,6 +306,11 @@ async def remove(body: Body, fence: Fence, path: str, *, recursive: bool, user: 
     await _ask(body, fence, user, "remove", resolved(path), "1" if recursive else "0")
 
 
+async def empty(body: Body, fence: Fence, paths: Sequence[str], *, user: str) -> str | None:
+    told = _document(await _ask(body, fence, user, "empty", *map(resolved, paths)))
+    return None if told.get("stays") is None else _text(told, "stays")
+
+
 class Blocks:
     """See `ports.node.FileBlocks`. The process inside ends with it, also when nobody ever reads."""
 

@@ -369,6 +369,12 @@ class Node(Protocol):
         """Links are removed, never followed."""
         ...
 
+    async def empty_directories(
+        self, instance_id: str, fence: Fence, paths: Sequence[str], *, user: str = "sandbox"
+    ) -> str | None:
+        """Remove what is in these directories, as far as the user may; -> the first entry that stays, None: none. Absent ones are empty."""
+        ...
+
     async def watch_files(
         self, instance_id: str, path: str, *, recursive: bool = False, user: str = "sandbox"
     ) -> FileEvents:

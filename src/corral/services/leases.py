@@ -34,8 +34,6 @@ SETTLE_S = 45.0
 EXECS_S = 10.0
 TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm", "/run/user/1000")  # noqa: S108 - inside the sandbox
 """What no owner leaves to the next."""
-MOST = 100_000
-"""Entries in one of these beyond which the sandbox is not worth its cleaning."""
 RETRIES = 16
 USERS = ("sandbox", "root")
 
@@ -152,7 +150,8 @@ class Leases:
                     await self.expire(view)
                 except CorralError as error:
                     races += 1
-                    if error.code != "conflict" or races > RETRIES or error.retryable is False:
+                    # Somebody was quicker: the fence that ran out is another one now, or the sandbox has moved on.
+                    if error.code not in ("conflict", "lease_lost") or races > RETRIES:
                         raise
 
     async def _seen(self, sandbox_id: str, tenant_id: str | None) -> Seen:
@@ -400,39 +399,12 @@ class Leases:
                         break
                     await woken.wait(min(0.5, until - loop.time()))
                     woken.look()
-        for directory in TEMPORARY:
-            for user in USERS:
-                left = await self._emptied(instance_id, fence, directory, user)
-                if left is None:
-                    break
-            if left is not None:
-                return f"{left} cannot be removed"
-        return None
-
-    async def _emptied(self, instance_id: str, fence: Fence, directory: str, user: str) -> str | None:
-        """Remove what is in a directory, as this user inside; -> the first entry that stays."""
-        node, removed = self._core.node, 0
-        while True:
-            try:
-                page = await node.list_files(instance_id, directory, limit=1000, user=user)
-            except CorralError as error:
-                if "entry" not in error.facts and error.code != "not_found":
-                    raise
-                return None if error.code in ("not_found", "not_a_directory") else directory
-            stays = None
-            for entry in page.items:
-                try:
-                    await node.remove_file(instance_id, fence, entry.path, recursive=True, user=user)
-                    removed += 1
-                except CorralError as error:
-                    if "entry" not in error.facts:
-                        raise
-                    if error.code != "not_found":
-                        stays = entry.path
-            if stays is not None or removed > MOST:
-                return stays or directory
-            if page.next is None:
+        stays: str | None = None
+        for user in USERS:
+            stays = await node.empty_directories(instance_id, fence, TEMPORARY, user=user)
+            if stays is None:
                 return None
+        return f"{stays} cannot be removed"
 
     async def _settled(self, view: SandboxView, left: str | None) -> None:
         lifecycle, row = self._lifecycle, view.sandbox

@@ -147,3 +147,48 @@ def test_a_directory_is_not_moved_over_a_file(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     status, _, refusal = run("move", str(tmp_path / "d"), str(tmp_path / "f"), "1")
     assert (status, refusal["code"], refusal["entry"]) == (3, "not_a_directory", str(tmp_path / "f"))
+
+
+def test_directories_are_emptied_whatever_is_in_them_and_through_no_link(tmp_path: Path) -> None:
+    for place in ("one", "two", "outside"):
+        (tmp_path / place).mkdir()
+    (tmp_path / "outside" / "kept").write_text("x")
+    deep = tmp_path / "one" / "a" / "b"
+    deep.mkdir(parents=True)
+    (deep / "\udcff").write_text("x")
+    (tmp_path / "one" / "link").symlink_to(tmp_path / "outside")
+    os.mkfifo(tmp_path / "two" / "pipe")
+    (tmp_path / "away").symlink_to(tmp_path / "outside")
+    code, out, _ = run("empty", *(str(tmp_path / name) for name in ("one", "two", "absent", "away")))
+    assert code == 0 and json.loads(out) == {"stays": None}
+    assert os.listdir(tmp_path / "one") == os.listdir(tmp_path / "two") == []
+    assert os.listdir(tmp_path / "outside") == ["kept"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_what_another_user_keeps_is_told_and_the_rest_is_removed() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # pytest's own are closed to others
+        _a_sticky_place(Path(directory))
+
+
+def _a_sticky_place(place: Path) -> None:
+    place.chmod(0o1777)
+    for name, owner in (("mine", 12345), ("theirs", 0), ("too", 12345)):
+        (place / name).write_text("x")
+        os.chown(place / name, owner, owner)
+    reading, writing = os.pipe()
+    child = os.fork()  # not another program: that user may not be able to read ours
+    if child == 0:
+        try:
+            os.dup2(writing, 1)
+            os.setgroups([])
+            os.setresgid(12345, 12345, 12345)
+            os.setresuid(12345, 12345, 12345)
+            fileops.empty(str(place))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as told:
+        assert json.loads(told.read()) == {"stays": str(place / "theirs")}
+    os.waitpid(child, 0)
+    assert os.listdir(place) == ["theirs"]

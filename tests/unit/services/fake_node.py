@@ -17,8 +17,6 @@ from corral.ports.node import (
     Collected,
     CreateInstance,
     ExecSpec,
-    FileInfo,
-    FilePage,
     Gap,
     HostFacts,
     InstanceReport,
@@ -77,6 +75,7 @@ class FakeNode:
         self.set_back = 0
         self.tmp: dict[str, list[str]] = {}
         """Paths that soft resets find."""
+        self.sticky: set[str] = set()
         self.execs: dict[str, FakeExec] = {}
         self.starts: list[str] = []
         self.creates: list[str] = []
@@ -201,9 +200,17 @@ class FakeNode:
         known, self.set_back = self.set_back, 0 if forget else self.set_back
         return known
 
-    async def list_files(self, instance_id: str, path: str, **_: Any) -> FilePage:
-        found = [name for name in self.tmp.get(instance_id, []) if name.startswith(path + "/")]
-        return FilePage(tuple(FileInfo(name, "file", 1, 0o644, 1000, 1000, 0, 1) for name in found), None)
+    async def empty_directories(
+        self, instance_id: str, fence: Fence, paths: Sequence[str], *, user: str = "sandbox"
+    ) -> str | None:
+        self._check(instance_id, fence)
+        inside = self.tmp.setdefault(instance_id, [])
+        found = [name for name in inside if name.startswith(tuple(f"{path}/" for path in paths))]
+        for name in found:
+            if name in self.sticky:
+                return name
+            inside.remove(name)
+        return None
 
     async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
         self._check(instance_id, fence)
@@ -277,9 +284,6 @@ class FakeNode:
         self, instance_id: str, fence: Fence, path: str, *, recursive: bool, user: str = "sandbox"
     ) -> None:
         self.removed.append((path, user))
-        if path in self.tmp.get(instance_id, []):
-            self._check(instance_id, fence)
-            self.tmp[instance_id].remove(path)
         if self.remove_error is not None:
             raise self.remove_error
 

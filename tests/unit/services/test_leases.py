@@ -9,7 +9,6 @@ import pytest
 
 from corral.api.routes import Request, dispatch
 from corral.domain.fence import Fence
-from corral.errors import CorralError
 from corral.services.events import Caller
 
 
@@ -217,16 +216,9 @@ async def test_what_cannot_be_cleaned_is_destroyed(world, until):
     [instance] = world.node.live
     lease = (await attach(world, box)).document["lease"]
     world.node.tmp[instance] = ["/tmp/a"]
-    world.node.remove_error = CorralError("permission_denied", "no", entry="/tmp/a")
-    real = world.node.remove_file
-
-    async def refuses(*arguments, **named):
-        raise CorralError("permission_denied", "no", entry="/tmp/a")
-
-    world.node.remove_file = refuses
+    world.node.sticky.add("/tmp/a")
     await with_lease(world, "POST", f"/v1/sandboxes/{box}/release", lease, {})
     await settled(world, box, until, "terminated")
-    world.node.remove_file = real
     view = await world.store.get_sandbox(box, None)
     assert view.sandbox.tainted
     events = [event.event_type for event in await world.store.history(box)]
