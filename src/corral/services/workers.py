@@ -30,6 +30,8 @@ AT_ONCE = 20
 """Commands and sandboxes that one look brings on."""
 COMMANDS = ("create_instance", "fence", "fence_adopt", "condemn_instance", "destroy")
 """Kinds of commands that any worker can do from the sandbox's stored state. Execs are their drivers'."""
+SLOW: dict[str, float] = {"recycling": 4.0}
+"""States in which a living worker may stay for so many times `stale_s`: a soft reset waits for programs to end."""
 RESTORED = "the database was restored from an older copy"
 
 
@@ -248,6 +250,8 @@ class Workers:
                 self._remove(view)
             elif state in MAKING:
                 await self._make(view)
+            elif core.store_ms() - view.sandbox.last_active_at < core.delays["stale_s"] * SLOW.get(state, 1.0) * 1000:
+                continue
             elif (move := self.movers.get(state)) is not None:
                 core.spawn(_quietly(move(view)), f"{view.sandbox.sandbox_id} {state}")
         for view in await core.store.abandoned_sandboxes(before, AT_ONCE):

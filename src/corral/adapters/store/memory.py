@@ -406,8 +406,10 @@ class MemoryStore(MemoryQueue, MemoryIdentity, MemoryLeases, MemoryWorkers, Memo
         def work() -> tuple[ExecRecord, Committed | None]:
             if driver is not None and record.run_id is not None:
                 run = self._get(self._runs, RUN, record.run_id)
-                if run["driver"] != driver and run["state"] != "finished":
+                if run["driver"] != driver:
                     raise superseded(record.run_id, None if run["driver"] is None else str(run["driver"]))
+                if run["state"] == "finished":
+                    raise conflict(f"run {record.run_id} is finished", state="finished")
             made, fresh = self._create_exec(row, fence, idempotency, tenant_id)
             if not fresh:
                 return made, None

@@ -192,7 +192,7 @@ def update_run(
 def finish_run(
     tx: Tx, run_id: str, result: str, reason: str, timings: str, audit: Row, driver: str | None = None
 ) -> RunRecord:
-    _check_driver(tx, run_id, driver)
+    _check_driver(tx, run_id, driver, again=True)
     changed = tx.rows(
         "UPDATE run SET state = 'finished', result = :result, reason = :reason, timings = :timings, finished_at = :now,"
         f" version = version + 1 WHERE run_id = :run_id AND state <> 'finished' RETURNING {RUN.select}",
@@ -206,15 +206,23 @@ def finish_run(
     return ended
 
 
-def _check_driver(tx: Tx, run_id: str | None, driver: str | None) -> None:
-    """`superseded` unless `driver` still drives the open run. The row stays locked, so that nobody takes it over meanwhile."""
+def _check_driver(tx: Tx, run_id: str | None, driver: str | None, *, again: bool = False) -> None:
+    """`superseded` unless `driver` still drives the run, `conflict` when it is over; `again`: then there is nothing to refuse.
+
+    The row stays locked, so that nobody takes it over meanwhile.
+    """
     if driver is None or run_id is None:
         return
     found = tx.rows(f"SELECT driver, state FROM run WHERE run_id = :run_id {tx.for_update}", {"run_id": run_id})
     if not found:
         raise not_found("run", run_id)
-    if found[0][0] != driver and found[0][1] != "finished":
+    over = found[0][1] == "finished"
+    if over and again:
+        return
+    if found[0][0] != driver:
         raise superseded(run_id, found[0][0])
+    if over:
+        raise conflict(f"run {run_id} is finished", state="finished")
 
 
 def get_run(tx: Tx, run_id: str, tenant_id: str) -> RunRecord | None:

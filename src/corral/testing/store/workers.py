@@ -108,6 +108,15 @@ async def a_superseded_driver_changes_nothing(b: Bench) -> None:
 
 
 @check
+async def a_run_that_is_over_begins_no_exec_whoever_asks(b: Bench) -> None:
+    fence = await running(b, "w_1")
+    await b.store.finish_run("run_1", result={}, reason="cancelled", timings={}, audit=audit())
+    await refused("conflict", begin(b, fence, "w_1"))
+    await refused("superseded", begin(b, fence, "w_2"))
+    assert await b.store.list_execs("sbx_1") == []
+
+
+@check
 async def a_step_of_a_run_has_one_exec(b: Bench) -> None:
     fence = await running(b, "w_1")
     await begin(b, fence, "w_1", "exe_1", "build")
