@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -28,9 +29,9 @@ def _database(url: str | None, *, changed: bool = False) -> Iterator[Database]:
     """The database; with the state directory's lock if it is to be changed and nobody else may be at work on it."""
     from corral import bootstrap
 
-    if url is not None:
-        os.environ["CORRAL_DATABASE_URL"] = url
     settings = config.load()
+    if url is not None:
+        settings = dataclasses.replace(settings, database_url=url)
     database = bootstrap.make_database(settings)
     if not (changed and database.alone):
         yield database
