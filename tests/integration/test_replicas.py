@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import os
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from corral.adapters.nodes.remote import RemoteNode
 from corral.client import Corral, CorralError
 from postgres_server import PostgresServer
 from redis_server import RedisServer
@@ -242,7 +244,7 @@ def test_a_restart_that_cannot_succeed_leaves_the_old_replicas_and_says_why(make
     policy.write_text("classes: 7\n")
     assert server.process is not None
     server.process.send_signal(signal.SIGHUP)
-    until(lambda: "the old one" in server.errors.read_text(), "the log")
+    until(lambda: "the old ones stay" in server.errors.read_text(), "the log")
     until(lambda: server.children("replica") == old)
     with server.client() as client:
         assert client.run(runtime="bubblewrap", shell="echo still").result.stdout.text == "still\n"
@@ -437,6 +439,39 @@ def test_a_database_that_cannot_be_used_is_refused_at_the_start(make: Make, post
     assert (done.returncode, done.stdout) == (125, "")
     assert "corral: store_error: " in done.stderr
     assert "there_is_no_such_database" in done.stderr
+
+
+async def test_a_node_by_itself_owns_the_state_directory_and_adopts_after_it_was_killed(tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CORRAL_")}
+    environment = {**clean, "CORRAL_STATE_DIR": str(tmp_path), "CORRAL_RUNTIMES": "fake"}
+    words = [sys.executable, "-c", "from corral.cli.main import main; main()"]
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*words, "node", "serve"], env=environment, stderr=subprocess.DEVNULL)
+
+    process = start()
+    try:
+        node: Any = RemoteNode(str(tmp_path / "node.sock"), patience_s=120.0)
+        await node.open()
+        (info,) = await node.runtimes()
+        assert info.name == "fake"
+        beside = [*words, "serve", "--port", "0"]
+        done = await asyncio.to_thread(
+            subprocess.run, beside, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 125
+        assert "state_locked" in done.stderr and "node serve" in done.stderr
+        process.kill()
+        process.wait()
+        process = start()
+        assert (await node.host()).cpus >= 1
+        assert [one.name for one in await node.runtimes(fresh=True)] == ["fake"]
+        await node.close()
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 60) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_uploads_and_downloads_stream_through_the_node(server: Replicas) -> None:

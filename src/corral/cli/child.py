@@ -60,7 +60,7 @@ class Child:
 
     def refused(self, error: CorralError) -> None:
         """To start it again would not help."""
-        self.tell("refused", problem=error.to_problem())
+        self.tell("refused", problem=error.to_problem(), why=str(error))
 
 
 def log(line: str) -> None:

@@ -13,16 +13,20 @@ import socket
 import ssl
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from corral import bootstrap, config
+from corral.api.front import Front
 from corral.api.keys import AdminKey, open_key
 from corral.cli import child, serve
 from corral.domain.ids import new_id
 from corral.errors import CorralError
+from corral.ports.node import Node
+from corral.ports.store import Store
 
+T = TypeVar("T", Store, Node)
 PAUSE_S = 0.5
 LOOK_S = 0.05
 
@@ -54,8 +58,6 @@ class Replica(bootstrap.Owner):
     """An owner whose sockets, node and state directory are shared with others."""
 
     def __init__(self, us: child.Child) -> None:
-        from corral.api.front import Front
-
         self._us = us
         settings = config.load()
         worker = new_id("w", time.time_ns() // 1_000_000, os.urandom(10))
@@ -66,8 +68,8 @@ class Replica(bootstrap.Owner):
             from corral.api.server import Tls
 
             self._tls = Tls(*us.tls).context()
-        self._front_of: dict[str, Front] = {}
-        self._front_class = Front
+        self._front_of = {"api": Front(), "tcp": Front()}
+        self._open = False
         self._building: asyncio.Task[None] | None = None
         local, self._tcp = (_socket(us.descriptors[name]) for name in ("api", "tcp"))
         super().__init__(settings, None, child.log, local)
@@ -75,15 +77,34 @@ class Replica(bootstrap.Owner):
     # -- start -------------------------------------------------------------------------------------------------------------
     async def _start(self, progress: bootstrap.Progress | None) -> None:
         await asyncio.to_thread(bootstrap._web)
-        assert self._listener is not None
-        await self._answer("api", self._listener, None)
-        await self._answer("tcp", self._tcp, self._tls)
-        self._building = self._loop.create_task(self._become_ready())
+        self._building = self._loop.create_task(self._build())
 
-    async def _answer(self, name: str, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+    async def _build(self) -> None:
+        """Become ready, or end: whoever cannot work must not take connections from those who can."""
+        status = 1
+        try:
+            await self._become_ready()
+        except CorralError as error:
+            self._log(f"{self._us.name} cannot start: {error}")
+            self._us.refused(error)
+            status = error.exit_status
+        except Exception as error:
+            self._log(f"{self._us.name} cannot start: unexpected {type(error).__name__}: {error}")
+        else:
+            return
+        os._exit(status)
+
+    async def _open_fronts(self) -> None:
+        """Take connections from now on."""
+        if not self._open:
+            self._open = True
+            assert self._listener is not None
+            await self._answer(self._front_of["api"], self._listener, None)
+            await self._answer(self._front_of["tcp"], self._tcp, self._tls)
+
+    async def _answer(self, front: Front, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         from corral.api.server import make_server
 
-        front = self._front_of[name] = self._front_class()
         server = make_server(front, tls, shared=True)
         task = self._loop.create_task(server.serve(sockets=[listener]))
         self._servers.append((server, task))
@@ -92,7 +113,7 @@ class Replica(bootstrap.Owner):
         listener.listen(1024)  # what one process takes at a time is no measure of how many may wait
 
     async def _become_ready(self) -> None:
-        """Wait for store and node, as long as it takes."""
+        """Wait for store and node, as long as it takes, and say so to callers; raises what waiting does not help against."""
         from corral.api.asgi import Application
 
         told: str | None = None
@@ -100,37 +121,23 @@ class Replica(bootstrap.Owner):
             part = "store"
             try:
                 if self._store is None:
-                    store = bootstrap.make_store(self._settings)
-                    try:
-                        await store.open()
-                    except BaseException:
-                        await store.close()
-                        raise
-                    self._store = store
+                    self._store = await _opened(bootstrap.make_store(self._settings))
                 part = "node"
                 if self._node is None:
-                    node = await bootstrap.reach_node(self._settings, self._store)
-                    try:
-                        await node.open(None)
-                    except BaseException:
-                        await node.close()
-                        raise
-                    self._node = node
-                part = "store"
+                    self._node = await _opened(await bootstrap.reach_node(self._settings, self._store))
                 await self._compose(self._store, self._node, None)
                 break
             except CorralError as error:
                 if not error.retryable:
-                    self._us.refused(error)
-                    self._log(f"the replica cannot start: {error}")
-                    return
+                    raise
                 part = {"node_unavailable": "node", "store_error": "store"}.get(error.code, part)
-                if part != told:
-                    told = part
-                    self._log(f"waiting for the {part}: {error}")
-                    self._us.waiting(part, str(error))
+                await self._open_fronts()
                 for front in self._front_of.values():
                     front.missing = part
+                if part != told:
+                    told = part
+                    self._log(f"{self._us.name} waits for the {part}: {error}")
+                    self._us.waiting(part, str(error))
             await asyncio.sleep(PAUSE_S)
         assert self._services is not None
         keys: dict[str, AdminKey | None] = {"api": None, "tcp": self._key}
@@ -138,6 +145,7 @@ class Replica(bootstrap.Owner):
             application = Application(self._services, keys[name])
             self._applications.append(application)
             front.application = application
+        await self._open_fronts()
         self._us.ready()
 
     # -- stop --------------------------------------------------------------------------------------------------------------
@@ -147,7 +155,7 @@ class Replica(bootstrap.Owner):
         if self._services is not None:
             self._services.core.draining = True
         for server, _ in self._servers:
-            for listening in server.servers:
+            for listening in getattr(server, "servers", ()):
                 listening.close()
         for front in self._front_of.values():
             front.leaving = True
@@ -163,6 +171,16 @@ class Replica(bootstrap.Owner):
             self._building.cancel()
             await asyncio.wait({self._building}, timeout=2.0)
         await super()._stop()
+
+
+async def _opened(part: T) -> T:
+    """A store or a node, open; closed again when that fails."""
+    try:
+        await part.open()
+    except BaseException:
+        await part.close()
+        raise
+    return part
 
 
 def _socket(descriptor: int) -> socket.socket:

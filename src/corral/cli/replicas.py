@@ -250,7 +250,7 @@ class Replicas:
             return
         if one is slot.next:
             slot.next = None
-            log(f"the new {one.name} ended ({_ending(status)}); the old one stays")
+            log(f"the new {one.name} is not ready ({one.why or _ending(status)}); the old ones stay")
             self._rolling.clear()
             return
         slot.current = None
