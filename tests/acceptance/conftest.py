@@ -228,7 +228,7 @@ def user_box(state: Path, shared: Path) -> Box:
 MODES = ("bubblewrap-root", "bubblewrap-user", "crun-root") if os.geteuid() == 0 else ("bubblewrap-user",)
 STRONG = ("runsc-root",) if os.geteuid() == 0 and shutil.which("runsc") else ()
 """Runtimes with a kernel of their own inside: each start takes half a second, so they have the cases of `ON_STRONG` only."""
-ON_STRONG = ("test_k01", "test_k03", "test_k07", "test_k08", "test_k17", "test_k19", "test_languages")
+ON_STRONG = ("test_k01", "test_k03", "test_k07", "test_k08", "test_k17", "test_k19", "test_languages", "test_pause")
 RUNC = ("runc-root",) if os.geteuid() == 0 and shutil.which("runc") else ()
 ON_RUNC = (*ON_STRONG, "test_causes", "test_host_devices")
 """runc is called by the code that calls crun: what only this code, the guest or the file calls decide is shown on crun."""

@@ -18,6 +18,7 @@ from .conftest import eventually, marked
 from .serving import DOCUMENTED, Answer, Server, remains
 
 ROUNDS = 50
+PAUSES = 100
 AT_ONCE = 6
 OVER = ("sanitizing", "terminated")
 STUBBORN = """
@@ -317,3 +318,73 @@ def test_what_is_not_there_cannot_be_deleted(watched: Watched) -> None:
     ):
         answer = watched.call("DELETE", f"/v1/sandboxes/{name}")
         assert (answer.status, answer.code) == (404, "not_found"), (name, str(answer))
+
+
+PAUSED = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+while True:
+    open("/workspace/beat", "a").write("x")
+    time.sleep(0.005)
+"""
+
+
+def test_a_delete_wins_against_pause_and_resume_at_any_moment(watched: Watched, marker: str) -> None:
+    """Pause, a resume that nobody waits for, a delete within a tenth of a second: whoever wins the others is told the truth."""
+    dice = random.Random(28)
+    moments = [dice.uniform(0, 0.1) for _ in range(PAUSES)]
+
+    def one(number: int) -> None:
+        sandbox = watched.create()
+        exec_id = watched.server.start(sandbox, "python3", "-c", PAUSED, marker)
+        turn = f"/v1/sandboxes/{sandbox}"
+        if number % 3:
+            paused = watched.call("POST", f"{turn}/pause")
+            assert (paused.status, paused.document["state"]) == (200, "paused"), str(paused)
+
+        def resume() -> Answer:
+            return watched.call("POST", f"{turn}/{'resume' if number % 3 else 'pause'}")
+
+        def delete() -> Answer:
+            time.sleep(moments[number])
+            return watched.delete(sandbox, wait=0 if number % 2 else 60)
+
+        resumed, _ = at_once(resume, delete)
+        if resumed.status == 200:
+            assert resumed.document["state"] in ("running", "leased", "paused"), str(resumed)
+        else:
+            assert (resumed.status, resumed.code) == (410, "sandbox_deleted"), str(resumed)
+        assert watched.server.result(exec_id)["reason"] == "sandbox_deleted"
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, range(PAUSES)))
+    eventually(lambda: marked(marker) == [], 10, "nothing runs")
+
+
+def test_of_many_who_pause_resume_and_delete_at_once_the_delete_wins(watched: Watched, marker: str) -> None:
+    for number in range(5):
+        sandbox = watched.create()
+        watched.server.start(sandbox, "python3", "-c", PAUSED, marker)
+
+        def turn(word: str, at: str = sandbox) -> Answer:
+            return watched.call("POST", f"/v1/sandboxes/{at}/{word}")
+
+        turns = [lambda word=word: turn(word) for word in ("pause", "resume", "pause", "resume")]
+        calls = [*turns, lambda at=sandbox: watched.delete(at)] if number % 2 else [*turns, *turns]
+        for answer in at_once(*calls):
+            assert answer.status in (200, 409, 410), str(answer)
+        assert watched.delete(sandbox).status == 200
+    eventually(lambda: marked(marker) == [], 10, "nothing runs")
+
+
+def test_a_paused_sandbox_is_deleted_as_fast_as_any_other(watched: Watched, marker: str) -> None:
+    sandbox = watched.create()
+    exec_id = watched.server.start(sandbox, "python3", "-c", STUBBORN, marker)
+    eventually(lambda: len(marked(marker)) >= 2, 30, "it runs on the host")
+    assert watched.call("POST", f"/v1/sandboxes/{sandbox}/pause").document["state"] == "paused"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(watched.call, "GET", f"/v1/execs/{exec_id}", wait=100)
+        assert watched.delete(sandbox).document["state"] == "terminated"
+        assert marked(marker) == [], "nothing of it runs, frozen or not"
+        assert waiting.result().document["result"]["reason"] == "sandbox_deleted"
