@@ -120,6 +120,11 @@ def add_audit(tx: Tx, audit: Row) -> int:
     return int(audit_id)
 
 
+def _note(tx: Tx, audit: Row) -> None:
+    """`add_audit` whose id nobody asks for."""
+    tx.send(AUDIT.insert, {**audit, "timestamp": tx.now})
+
+
 def _add_event(tx: Tx, event: Row, sandbox_id: str, old_state: str | None, new_state: str | None) -> int:
     row = {**event, "sandbox_id": sandbox_id, "timestamp": tx.now}
     if row["old_state"] is None:
@@ -140,11 +145,11 @@ def submit_run(
     known = _claim_key(tx, idem, run_id)
     if known is not None:
         return RUN.decode(_row(tx, RUN, known)), False
-    tx.rows(RUN.insert, run)
-    add_audit(tx, audit)
+    tx.send(RUN.insert, run)
+    _note(tx, audit)
     if ticket is not None:
         reserving.run_submitted(tx, run_id, str(run["tenant_id"]), ticket)
-    return RUN.decode(_row(tx, RUN, run_id)), True
+    return RUN.from_row(run), True
 
 
 def _row(tx: Tx, shape: Shape[Any], key: str, lock: str = "") -> tuple[Any, ...]:
@@ -185,7 +190,7 @@ def update_run(
 ) -> RunRecord:
     row = _update(tx, RUN, run_id, expect, changes, driver)
     if audit is not None:
-        add_audit(tx, audit)
+        _note(tx, audit)
     return RUN.decode(row)
 
 
@@ -200,7 +205,7 @@ def finish_run(
     )
     if not changed:
         return RUN.decode(_row(tx, RUN, run_id))
-    add_audit(tx, audit)
+    _note(tx, audit)
     ended = RUN.decode(changed[0])
     reserving.run_ended(tx, run_id, ended.tenant_id)
     return ended
@@ -304,26 +309,20 @@ def create_sandbox(
     known = _claim_key(tx, idem, sandbox_id)
     if known is not None:
         return SANDBOX.decode(_row(tx, SANDBOX, known)), False
-    tx.rows(SANDBOX.insert, sandbox)
-    tx.rows(
-        LEASE.insert,
-        {
-            "sandbox_id": sandbox_id,
-            "lease_owner": None,
-            "lease_version": 0,
-            "acquired_at": tx.now,
-            "heartbeat_at": tx.now,
-            "expires_at": tx.now,
-        },
-    )
-    tx.rows(
+    tx.send(SANDBOX.insert, sandbox)
+    lease = LeaseRecord(sandbox_id, None, 0, tx.now, tx.now, tx.now)
+    tx.send(LEASE.insert, LEASE.encode(lease))
+    tx.send(
         "INSERT INTO sandbox_environment (sandbox_id, base_image_digest, environment_version, dirty_level)"
         " VALUES (:sandbox_id, :digest, 1, 'clean')",
         {"sandbox_id": sandbox_id, "digest": sandbox["template_digest"]},
     )
     _add_event(tx, event, sandbox_id, None, str(sandbox["state"]))
-    add_audit(tx, audit)
-    made = commit_transitions(tx, steps).sandbox if steps else SANDBOX.decode(_row(tx, SANDBOX, sandbox_id))
+    _note(tx, audit)
+    made = SANDBOX.from_row(sandbox)
+    for step in steps:
+        left = _commit(tx, step, made, lease)
+        made, lease = left.sandbox, left.lease
     if charge is not None:
         reserving.sandbox_made(tx, sandbox_id, made.tenant_id, charge)
     return made, True
@@ -350,15 +349,22 @@ def _check_fence(sandbox: SandboxRecord, lease: LeaseRecord, fence: Fence) -> No
 
 def commit_transitions(tx: Tx, steps: Sequence[Step]) -> Committed:
     """In order; the last one's answer."""
-    *before, last = steps
-    for step in before:
-        commit_transition(tx, step)
-    return commit_transition(tx, last)
+    first, *more = steps
+    left = commit_transition(tx, first)
+    for step in more:
+        left = _commit(tx, step, left.sandbox, left.lease)
+    return left
 
 
 def commit_transition(tx: Tx, step: Step) -> Committed:
+    return _commit(tx, step, *_sandbox_and_lease(tx, step.source.sandbox_id))
+
+
+def _commit(tx: Tx, step: Step, old: SandboxRecord, lease: LeaseRecord) -> Committed:
+    """`commit_transition` of a sandbox whose rows this transaction has locked, and which are as given."""
     source = step.source
-    old, lease = _sandbox_and_lease(tx, source.sandbox_id)
+    if source.sandbox_id != old.sandbox_id:
+        return commit_transition(tx, step)
     if source.expect_fence is not None:
         _check_fence(old, lease, source.expect_fence)
     if old.version != source.expect_version:
@@ -388,13 +394,13 @@ def commit_transition(tx: Tx, step: Step) -> Committed:
             {"reason": source.end_execs, "sandbox_id": old.sandbox_id},
         )
     if source.settled:
-        tx.rows(
+        tx.send(
             "UPDATE sandbox_environment SET environment_version = environment_version + 1 WHERE sandbox_id = :sandbox_id",
             {"sandbox_id": old.sandbox_id},
         )
     event_id = _add_event(tx, step.event, old.sandbox_id, old.state, step.new_state)
     if step.audit is not None:
-        add_audit(tx, step.audit)
+        _note(tx, step.audit)
     if step.new_state in reserving.FREE_STATES:
         reserving.sandbox_ended(tx, old.sandbox_id, old.tenant_id)
     return Committed(sandbox, lease, event_id)
@@ -438,7 +444,7 @@ def _change_lease(tx: Tx, lease: LeaseRecord, kind: str, owner: str | None, ttl_
 
 
 def _write_lease(tx: Tx, lease: LeaseRecord) -> None:
-    tx.rows(
+    tx.send(
         "UPDATE sandbox_lease SET lease_owner = :lease_owner, lease_version = :lease_version, acquired_at = :acquired_at,"
         " heartbeat_at = :heartbeat_at, expires_at = :expires_at WHERE sandbox_id = :sandbox_id",
         LEASE.encode(lease),
@@ -447,7 +453,7 @@ def _write_lease(tx: Tx, lease: LeaseRecord) -> None:
 
 def _change_instance(tx: Tx, change: InstanceStep, sandbox: SandboxRecord) -> None:
     if change.record is not None:
-        tx.rows(INSTANCE.insert, change.record)
+        tx.send(INSTANCE.insert, change.record)
         return
     old = INSTANCE.decode(_row(tx, INSTANCE, change.instance_id, tx.for_update))
     check_move(old, change.expect, change.state, sandbox.sandbox_id)
@@ -501,7 +507,7 @@ def new_command(row: Row, now: int) -> Row:
 
 
 def _add_command(tx: Tx, command: Row) -> None:
-    tx.rows(COMMAND.insert, new_command(command, tx.now))
+    tx.send(COMMAND.insert, new_command(command, tx.now))
 
 
 _INSTANCE_ORDER = "CASE WHEN state = 'bound' THEN 0 ELSE 1 END, born_at DESC, incarnation DESC, instance_id DESC"
@@ -558,11 +564,15 @@ def add_event(tx: Tx, event: Row) -> int:
 def renew_lease(tx: Tx, sandbox_id: str, owner: str, fence: Fence, ttl_ms: int) -> LeaseRecord:
     sandbox, lease = _sandbox_and_lease(tx, sandbox_id)
     _check_fence(sandbox, lease, fence)
+    return _renewed(tx, lease, owner, ttl_ms)
+
+
+def _renewed(tx: Tx, lease: LeaseRecord, owner: str, ttl_ms: int) -> LeaseRecord:
     check_holder(lease, owner, tx.now)
     expires_at = renewed_expiry(lease.expires_at, tx.now, ttl_ms)
     if expires_at is None:
         return lease
-    new = LeaseRecord(sandbox_id, owner, lease.lease_version, lease.acquired_at, tx.now, expires_at)
+    new = LeaseRecord(lease.sandbox_id, owner, lease.lease_version, lease.acquired_at, tx.now, expires_at)
     _write_lease(tx, new)
     return new
 
@@ -599,18 +609,25 @@ def list_instances(tx: Tx, node_id: str, states: Sequence[str] | None) -> list[I
 
 
 def create_exec(tx: Tx, record: Row, fence: Fence, idem: Idempotency | None, tenant_id: str) -> tuple[ExecRecord, bool]:
+    made, fresh, _, _ = _create_exec(tx, record, fence, idem, tenant_id)
+    return made, fresh
+
+
+def _create_exec(
+    tx: Tx, record: Row, fence: Fence, idem: Idempotency | None, tenant_id: str
+) -> tuple[ExecRecord, bool, SandboxRecord, LeaseRecord]:
+    """-> (exec, whether it is new, its sandbox and lease, locked)."""
     exec_id, sandbox_id = str(record["exec_id"]), str(record["sandbox_id"])
     sandbox, lease = _sandbox_and_lease(tx, sandbox_id)
     if sandbox.tenant_id != tenant_id:
         raise not_found("sandbox", sandbox_id)
     known = _claim_key(tx, idem, exec_id)
     if known is not None:
-        return EXEC.decode(_row(tx, EXEC, known)), False
+        return EXEC.decode(_row(tx, EXEC, known)), False, sandbox, lease
     _check_fence(sandbox, lease, fence)
-    tx.rows(
-        EXEC.insert, {**record, "state": "starting", "incarnation": fence.incarnation, "lease_version": fence.token}
-    )
-    return EXEC.decode(_row(tx, EXEC, exec_id)), True
+    row: Row = {**record, "state": "starting", "incarnation": fence.incarnation, "lease_version": fence.token}
+    tx.send(EXEC.insert, row)
+    return EXEC.from_row(row), True, sandbox, lease
 
 
 def begin_exec(
@@ -624,12 +641,12 @@ def begin_exec(
     driver: str | None = None,
 ) -> tuple[ExecRecord, Committed | None]:
     _check_driver(tx, None if record["run_id"] is None else str(record["run_id"]), driver)
-    made, fresh = create_exec(tx, record, fence, idem, tenant_id)
+    made, fresh, sandbox, lease = _create_exec(tx, record, fence, idem, tenant_id)
     if not fresh:
         return made, None
     if renew is not None:
-        renew_lease(tx, made.sandbox_id, renew[0], fence, renew[1])
-    return made, commit_transition(tx, step)
+        lease = _renewed(tx, lease, *renew)
+    return made, _commit(tx, step, sandbox, lease)
 
 
 def end_exec(
