@@ -199,6 +199,8 @@ class LeaseChange:
     ttl_ms: int = 0
     if_expired: bool = False
     """`conflict` unless it has expired by the store's clock: whoever reads is never sure of that."""
+    if_held: bool = False
+    """`lease_lost` if it has."""
 
 
 @dataclass(frozen=True)

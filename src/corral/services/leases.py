@@ -311,7 +311,8 @@ class Leases:
         self._lifecycle.step(plan, event, flags, cause=cause)
         [step] = plan.transitions
         assert step.lease is not None
-        plan.transitions[0] = replace(step, expect_fence=fence, lease=replace(step.lease, if_expired=only_expired))
+        change = replace(step.lease, if_expired=only_expired, if_held=not only_expired)
+        plan.transitions[0] = replace(step, expect_fence=fence, lease=change)
         after = await self._lifecycle.commit(plan)
         if after.sandbox.state == "recycling":
             self.settle_later(sandbox_id)
@@ -333,7 +334,9 @@ class Leases:
                 return seen
             plan = Plan(seen)
             self._lifecycle.step(plan, "destroy", cause="deleted", metadata={"cause": "deleted"}, audit=audit)
-            plan.transitions[0] = replace(plan.transitions[0], expect_fence=fence)
+            [step] = plan.transitions
+            assert step.lease is not None
+            plan.transitions[0] = replace(step, expect_fence=fence, lease=replace(step.lease, if_held=True))
             return await self._lifecycle.commit(plan)
 
         await self._lifecycle.retrying(view.sandbox.sandbox_id, attempt, view)

@@ -418,9 +418,11 @@ def check_monotone(old: SandboxRecord, changes: Row) -> None:
 
 
 def check_expired(change: LeaseChange | None, lease: LeaseRecord, now: int) -> None:
-    """`conflict` where a change is for an expired lease only, and this one is held (both stores)."""
+    """`conflict` where a change is for an expired lease only, and this one is held; `lease_lost` the other way (both stores)."""
     if change is not None and change.if_expired and now < lease.expires_at:
         raise conflict(f"the lease of {lease.sandbox_id} has not expired")
+    if change is not None and change.if_held and now >= lease.expires_at:
+        raise lease_lost(lease.sandbox_id, "it has expired")
 
 
 def changed_lease(now: int, lease: LeaseRecord, kind: str, owner: str | None, ttl_ms: int) -> LeaseRecord:

@@ -100,6 +100,10 @@ async def a_lease_ends_by_its_expiry_only_once_the_stores_clock_says_so(b: Bench
     b.clock.now += 1
     lease = (await b.step(lease=LeaseChange("take", "system:lease_expired", 1000, if_expired=True))).lease
     assert (lease.lease_owner, lease.lease_version) == ("system:lease_expired", 2)
+    b.clock.now = lease.expires_at
+    await refused("lease_lost", b.step(lease=LeaseChange("take", "system:released", 1000, if_held=True)))
+    b.clock.now -= 1
+    assert (await b.step(lease=LeaseChange("take", "system:released", 1000, if_held=True))).lease.lease_version == 3
 
 
 @check
