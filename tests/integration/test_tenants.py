@@ -196,6 +196,7 @@ def test_each_route_says_what_it_needs_and_every_other_key_is_forbidden(server: 
         "/v1/templates": ("read", "admin"),
         "/v1/users": ("tenant", "tenant"),
         "/v1/keys": ("tenant", "tenant"),
+        "/v1/webhooks": ("tenant", "tenant"),
         "/v1/tenants": ("admin", "admin"),
         "/v1/gc": ("admin", "admin"),
         "/v1/doctor": ("admin", "admin"),
