@@ -18,12 +18,16 @@ from corral.domain.fence import Fence
 from corral.errors import CorralError
 from corral.node import witness
 
+FLOORS = 20_000
+"""So many floors of sandboxes that have no instance any more are kept, the newest: a store that was set back may want them again."""
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS instance (
   instance_id TEXT PRIMARY KEY, state TEXT NOT NULL, incarnation INTEGER NOT NULL, token INTEGER NOT NULL, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS exec (
   exec_id TEXT PRIMARY KEY, instance_id TEXT NOT NULL, state TEXT NOT NULL, ended_by TEXT, data TEXT NOT NULL, facts TEXT);
 CREATE TABLE IF NOT EXISTS fact (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS floor (sandbox_id TEXT UNIQUE NOT NULL, incarnation INTEGER NOT NULL, token INTEGER NOT NULL);
 PRAGMA user_version = 1;
 """
 
@@ -120,9 +124,22 @@ class Journal:
         return entry
 
     def drop_instance(self, instance_id: str) -> None:
-        """Forget it: nothing of it is left on the host. Its ended execs stay until they are forgotten."""
+        """Forget it: nothing of it is left on the host. Its ended execs stay until they are forgotten, its floor longer."""
+        entry = self.instances.get(instance_id)
+        sandbox_id = None if entry is None else entry.data.get("sandbox_id")
+        if entry is not None and sandbox_id is not None:
+            floor = max(entry.floor, self.floor_of(sandbox_id))
+            self._run("INSERT OR REPLACE INTO floor VALUES (?, ?, ?)", sandbox_id, floor.incarnation, floor.token)
+            self._run("DELETE FROM floor WHERE rowid <= last_insert_rowid() - ?", FLOORS)
         self._run("DELETE FROM instance WHERE instance_id = ?", instance_id)
         self.instances.pop(instance_id, None)
+
+    def floor_of(self, sandbox_id: str) -> Fence:
+        """The highest floor that any instance of a sandbox has had here, those that are gone included."""
+        row = self._run("SELECT incarnation, token FROM floor WHERE sandbox_id = ?", sandbox_id).fetchone()
+        known = [Fence(row[0], row[1])] if row is not None else []
+        known += [entry.floor for entry in self.instances.values() if entry.data.get("sandbox_id") == sandbox_id]
+        return max(known, default=Fence(0, 0))
 
     # -- single facts --------------------------------------------------------------------------------------------------
     def fact(self, name: str) -> int:

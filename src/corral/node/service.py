@@ -315,6 +315,10 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing, Floors):
             self._check_fence(body, request.fence)
             data = entry.data
             return InstanceReport(key, data["ref"], data["template_digest"], data["security_level"], {})
+        if request.fence < (floor := self._journal.floor_of(request.sandbox_id)):
+            # Only a store that was set back issues a token twice; who held it then must not be taken for who holds it now.
+            detail = f"fence {request.fence} is below {floor}, which {request.sandbox_id} has had"
+            raise CorralError("lease_lost", detail, floor=str(floor))
         future = self._creating[key] = asyncio.get_running_loop().create_future()
         try:
             with self._templates.hold(request.template):

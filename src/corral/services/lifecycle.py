@@ -495,6 +495,8 @@ class Lifecycle:
             report = await core.node.create(request, core.progress)
             faults.point("instance.create.after")
         except CorralError as error:
+            if await self._behind(view, instance, error):
+                raise CorralError("conflict", f"{row.sandbox_id} goes on above what the node has seen") from error
             return await self._create_failed(view, instance, error)
         plan = Plan(view)
         self.step(
@@ -512,6 +514,15 @@ class Lifecycle:
             if error.code == "conflict" and core.driver is not None:
                 await self._unwanted(row.sandbox_id, instance.instance_id)
             raise
+
+    async def _behind(self, view: SandboxView, instance: InstanceRecord, error: CorralError) -> bool:
+        """The node has seen a higher fence than this row has: the store was set back, and takes it."""
+        floor = error.facts.get("floor")
+        if error.code != "lease_lost" or floor is None:
+            return False
+        evidence = {"node": instance.node_id, "instance": instance.instance_id}
+        adopted = await self._core.store.adopt_floor(view.sandbox.sandbox_id, Fence.parse(str(floor)), evidence)
+        return adopted is not None
 
     async def _unwanted(self, sandbox_id: str, instance_id: str) -> None:
         """An instance that was made while another worker moved the sandbox on: nobody else removes it, if it has become useless."""

@@ -195,3 +195,26 @@ def test_a_journal_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:
     assert journal.instances == {}
     journal.put_instance(InstanceEntry("ins_a", "live", Fence(1, 1), {}))
     assert (tmp_path / "node" / "journal.db.broken").exists()
+
+
+def test_the_highest_fence_of_a_sandbox_is_remembered_when_its_instances_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.node.journal.FLOORS", 2)
+    journal = Journal(str(tmp_path))
+    journal.open()
+    assert journal.floor_of("sbx_a") == Fence(0, 0)
+    journal.put_instance(InstanceEntry("ins_1", "live", Fence(1, 5), {"sandbox_id": "sbx_a"}))
+    journal.put_instance(InstanceEntry("ins_2", "live", Fence(1, 3), {"sandbox_id": "sbx_a"}))
+    assert journal.floor_of("sbx_a") == Fence(1, 5)
+    journal.drop_instance("ins_1")
+    journal.drop_instance("ins_2")
+    journal.close()
+    journal.open()
+    assert journal.instances == {} and journal.floor_of("sbx_a") == Fence(1, 5)
+    for number in (3, 4):
+        journal.put_instance(InstanceEntry(f"ins_{number}", "live", Fence(1, 1), {"sandbox_id": f"sbx_{number}"}))
+        journal.drop_instance(f"ins_{number}")
+    assert journal.floor_of("sbx_a") == Fence(0, 0), "the oldest make room"
+    assert journal.floor_of("sbx_3") == journal.floor_of("sbx_4") == Fence(1, 1)
+    journal.close()

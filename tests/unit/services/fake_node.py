@@ -68,6 +68,8 @@ class FakeNode:
     def __init__(self) -> None:
         self.live: dict[str, CreateInstance] = {}
         self.floor_of: dict[str, Fence] = {}
+        self.past = Fence(0, 0)
+        """What a sandbox of the same id has had here that is gone."""
         self.fenced: list[tuple[str, Fence, str]] = []
         self.fence_gate: asyncio.Event | None = None
         self.fence_error: CorralError | None = None
@@ -169,6 +171,8 @@ class FakeNode:
             await self.create_gate.wait()
         if self.create_error is not None:
             raise self.create_error
+        if request.fence < self.past:
+            raise CorralError("lease_lost", "it has had a higher fence", floor=str(self.past))
         self.live[request.instance_id] = request
         return InstanceReport(request.instance_id, {"fake": True}, "sha256:" + "0" * 64, 1, {"create": 1.0})
 

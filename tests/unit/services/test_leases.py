@@ -375,6 +375,16 @@ async def test_a_take_over_while_a_delete_of_the_old_holder_is_under_way_ends_no
     assert (await with_lease(world, "DELETE", f"/v1/sandboxes/{box}", new)).status == 200
 
 
+async def test_what_a_restored_store_makes_again_goes_on_above_what_it_had_before(world):
+    world.node.past = Fence(1, 7)
+    box = await made(world)
+    view = await world.store.get_sandbox(box, None)
+    assert (view.sandbox.state, view.sandbox.incarnation) == ("leased", 1)
+    assert view.lease.lease_version == 9, "8 above the floor, one more for its creator"
+    [request] = world.node.live.values()
+    assert request.fence == Fence(1, 8) and world.node.destroyed == []
+
+
 async def test_a_restored_store_takes_the_floors_of_the_node_and_ends_nothing(world, until):
     box = await made(world)
     [instance] = world.node.live
