@@ -17,6 +17,7 @@ from corral.ports.node import (
     Collected,
     CreateInstance,
     ExecSpec,
+    FilePage,
     Gap,
     HostFacts,
     InstanceReport,
@@ -215,6 +216,9 @@ class FakeNode:
                 return name
             inside.remove(name)
         return None
+
+    async def list_files(self, instance_id: str, path: str, **_: Any) -> FilePage:
+        return FilePage((), None)
 
     async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
         self._check(instance_id, fence)
