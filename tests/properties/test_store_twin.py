@@ -20,8 +20,11 @@ from corral.adapters.store.memory import MemoryStore
 from corral.adapters.store.migrate import ensure
 from corral.adapters.store.sqlite import SqliteStore
 from corral.domain.fence import Fence
+from corral.domain.quota import PRIORITIES, Amounts, Ceiling, QuotaRules, TenantLimits
 from corral.domain.records import EventRecord, Idempotency, InstanceChange, LeaseChange, Transition
+from corral.domain.webhook import NewWebhook
 from corral.errors import CorralError
+from corral.ports.queue import Charge, Entry, Ticket
 from corral.testing.store import Bench, Clock, audit
 
 
@@ -40,7 +43,7 @@ def few(prefix: str, count: int = 3) -> st.SearchStrategy[str]:
 
 RUN_STATES = st.sampled_from(["requested", "running", "finished"])
 INSTANCE_STATES = st.sampled_from(["warming", "warm", "bound", "condemned", "gone"])
-SANDBOX_STATES = st.sampled_from(["requested", "ready", "leased", "sanitizing"])
+SANDBOX_STATES = st.sampled_from(["requested", "ready", "leased", "sanitizing", "terminated"])
 EXEC_STATES = st.sampled_from(["starting", "running", "ended", "lost"])
 TEXT = st.one_of(st.sampled_from(["你好", "🦬", "a\udc80", "x\0"]), st.text(max_size=3))
 JSON = st.dictionaries(
@@ -52,6 +55,8 @@ FENCES = st.builds(Fence, st.integers(0, 2), st.integers(0, 5))
 KEYS = st.none() | st.builds(Idempotency, TENANTS, st.just("r"), st.sampled_from(["k1", "k2"]), st.sampled_from("de"))
 LEASES = st.none() | st.builds(LeaseChange, st.sampled_from(["take", "extend", "drop"]), OWNERS, st.integers(0, 100))
 EVENT = EventRecord("", "e", None, None)
+ROOMS = st.builds(Amounts, sandboxes=st.just(1), cpu=st.sampled_from([1, 500]), memory=st.sampled_from([1, 2]))
+RULES = QuotaRules(Ceiling(running=2, memory=4), {"*": TenantLimits(Ceiling(queued=2, sandboxes=2), 0.5)})
 
 
 class Twins(RuleBasedStateMachine):
@@ -99,6 +104,57 @@ class Twins(RuleBasedStateMachine):
     def update_run(self, run_id: str, expect: list[str], state: str, timings: dict[str, Any]) -> None:
         changes = {"state": state, "timings": timings}
         self.alike(lambda b: b.store.update_run(run_id, expect_states=expect, changes=changes, audit=audit()))
+
+    @rule(run_id=few("run"), tenant=TENANTS, key=KEYS, hooked=st.booleans())
+    def submit_run_with_a_ticket(self, run_id: str, tenant: str, key: Idempotency | None, hooked: bool) -> None:
+        ticket = Ticket(RULES, NewWebhook(f"whd_{run_id}", "https://a.example/") if hooked else None)
+        self.alike(lambda b: b.store.submit_run(b.run(run_id, tenant_id=tenant), audit(run_id), key, ticket))
+
+    @rule(
+        run_id=few("run"),
+        room=ROOMS,
+        priority=st.sampled_from(PRIORITIES),
+        cost=st.integers(1, 50),
+        wait=st.integers(1, 99),
+    )
+    def place_run(self, run_id: str, room: Amounts, priority: str, cost: int, wait: int) -> None:
+        entry = Entry(f"sbx_{run_id[-1]}", room, cost, priority, wait)
+        self.alike(lambda b: b.store.place_run(run_id, changes={"attached": True}, entry=entry, rules=RULES))
+
+    @rule(count=st.integers(0, 3))
+    def admit(self, count: int) -> None:
+        self.alike(lambda b: b.store.admit(RULES, [f"sbx_{i}" for i in range(count)]))
+
+    @rule(
+        worker=st.sampled_from(["w1", "w2"]), limit=st.integers(0, 2), state=st.sampled_from(["pending", "failed", "x"])
+    )
+    def deliver(self, worker: str, limit: int, state: str) -> None:
+        self.alike(lambda b: b.store.due_deliveries())
+        for each in self.alike(lambda b: b.store.claim_deliveries(worker, 20, limit)):
+            self.alike(
+                lambda b, e=each: b.store.delivery_tried(e.delivery_id, worker, state=state, retry_ms=5, error="e")
+            )
+
+    @rule(mend=st.booleans())
+    def drift(self, mend: bool) -> None:
+        def told(found: Any) -> Any:
+            return sorted((each.kind, each.subject) for each in found)
+
+        async def both(b: Bench) -> Any:
+            return told(await (b.store.mend_quota() if mend else b.store.quota_drift()))
+
+        self.alike(both)
+        for tenant in ("default", "t2", "*"):
+            self.alike(lambda b, t=tenant: b.store.tenant_use(t))
+            self.alike(lambda b, t=tenant: b.store.list_queue(t, limit=2))
+        self.alike(lambda b: b.store.waiting())
+        self.alike(lambda b: b.store.queued_run("run_1", "default"))
+        self.alike(lambda b: b.store.delivery_of("run_1", "default"))
+
+    @rule(sandbox_id=few("sbx"), tenant=TENANTS, room=ROOMS)
+    def create_sandbox_with_a_charge(self, sandbox_id: str, tenant: str, room: Amounts) -> None:
+        made = lambda b: b.sandbox(sandbox_id, tenant_id=tenant)  # noqa: E731
+        self.alike(lambda b: b.store.create_sandbox(made(b), EVENT, audit(), None, (), Charge(room, RULES)))
 
     @rule(run_id=few("run"), result=JSON)
     def finish_run(self, run_id: str, result: dict[str, Any]) -> None:
