@@ -24,6 +24,7 @@ COMMANDS = {
     "attach": ("corral.cli.attach", "Follow what is running, with its terminal."),
     "cp": ("corral.cli.cp", "Copy files into or out of a sandbox."),
     "sandbox": ("corral.cli.sandbox", "Create, list, inspect and remove sandboxes."),
+    "lease": ("corral.cli.lease", "Acquire, renew, release and list leases."),
     "logs": ("corral.cli.logs", "Print the output of a run or exec."),
     "runs": ("corral.cli.runs", "List runs, show one."),
     "cancel": ("corral.cli.cancel", "End a run or exec."),

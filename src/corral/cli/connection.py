@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from corral.cli import terminal
 from corral.client import Transport, connect
+from corral.client.line import Params
 
 Json = dict[str, Any]
 
@@ -22,6 +23,29 @@ def opened() -> Iterator[Transport]:
         finally:
             progress.stop()
             transport.close()
+
+
+class Under:
+    """A transport whose requests go out under a lease."""
+
+    def __init__(self, inner: Transport, lease: str) -> None:
+        self._inner = inner
+        self._lease = {"Corral-Lease": lease}
+        self.stream = inner.stream
+        self.download = inner.download
+        self.upload = inner.upload
+        self.close = inner.close
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        json: Json | None = None,
+        params: Params | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Json:
+        """See `Transport`."""
+        return self._inner.request(method, path, json, params, {**(headers or {}), **self._lease})
 
 
 def every(transport: Transport, path: str, params: Json | None = None) -> list[Json]:

@@ -9,12 +9,13 @@ from corral.cli.connection import opened
 
 
 @click.command()
+@click.option("--unknown", is_flag=True, help="Also sandboxes that a restored database does not know.")
 @words.json_option
 @click.pass_context
-def command(ctx: click.Context, as_json: bool) -> None:
+def command(ctx: click.Context, unknown: bool, as_json: bool) -> None:
     """Remove processes, mounts, cgroups, loop devices and files that no sandbox owns any more."""
     with opened() as transport:
-        answer = transport.request("POST", "/v1/gc")
+        answer = transport.request("POST", "/v1/gc", params={"unknown": True} if unknown else None)
     removed = dict(answer["removed"])
     failed = removed.pop("failed", 0)
     removed["sandbox"] = answer.get("sandboxes", 0)

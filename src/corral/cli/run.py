@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from corral.cli import artifacts, terminal, words
-from corral.cli.connection import opened
+from corral.cli.connection import Under, opened
 from corral.cli.following import Ended, Interrupted, Interrupts, carry_out, explain
 from corral.client import Transport
 
@@ -41,7 +41,8 @@ def perform(interrupts: Interrupts, path: str, request: words.Json, given: words
     view = None if not as_json and chars is None else words.view(chars)
     if out is not None:
         artifacts.check(out)
-    with opened() as transport:
+    with opened() as plain:
+        transport = Under(plain, given["lease"]) if given.get("lease") else plain
         ended = carry_out(transport, interrupts, path, request, view=view)
         status = ended.status
         if out is not None:

@@ -31,6 +31,7 @@ class FakeTransport:
     events: list[Any] = field(default_factory=list)
     blocks: Any = ()
     calls: list[tuple[str, str, Any, dict[str, Any]]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
     uploads: list[bytes] = field(default_factory=list)
     streamed: list[str | None] = field(default_factory=list)
     closed: bool = False
@@ -44,6 +45,7 @@ class FakeTransport:
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         self.calls.append((method, path, json, dict(params or {})))
+        self.headers.append(dict(headers or {}))
         answer = self.document(method, path) if callable(self.document) else self.document
         if isinstance(answer, Exception):
             raise answer

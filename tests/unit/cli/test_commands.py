@@ -493,3 +493,43 @@ def test_the_history_of_a_sandbox_is_a_table(corral: Call, transport: FakeTransp
     lines = corral("sandbox", "inspect", SANDBOX).out.decode().splitlines()
     assert lines[-2].split() == ["AT", "EVENT", "OLD_STATE", "NEW_STATE", "METADATA"]
     assert lines[-1].split() == ["2026", "create", "-", "requested", '{"row":', '"1"}']
+
+
+LEASE = {
+    "sandbox_id": SANDBOX,
+    "owner": "会话/1",
+    "lease": "1.7",
+    "state": "leased",
+    "session": None,
+    "expires_at": "2030-01-01T00:00:00.000Z",
+}
+
+
+def test_a_lease_is_acquired_kept_and_given_back(corral: Call, transport: FakeTransport) -> None:
+    transport.document = LEASE
+    done = corral(
+        "lease", "acquire", SANDBOX, "--owner", "会话/1", "--ttl", "2.5", "--contention", "wait", "--wait", "5"
+    )
+    assert done.out == f"{SANDBOX} 1.7 2030-01-01T00:00:00.000Z\n".encode()
+    wanted = {"owner": "会话/1", "ttl_s": 2.5, "contention": "wait", "wait_s": 5}
+    assert transport.calls[0][:3] == ("POST", f"/v1/sandboxes/{SANDBOX}/attach", wanted)
+    assert corral("lease", "renew", SANDBOX, "--lease", "1.7", "--json").json == LEASE
+    assert transport.calls[1][:3] == ("POST", f"/v1/sandboxes/{SANDBOX}/renew", {})
+    transport.document = SBX
+    assert corral("lease", "release", SANDBOX, "--lease", "1.7", "--keep").out == f"{SANDBOX} idle\n".encode()
+    assert transport.calls[2][:3] == ("POST", f"/v1/sandboxes/{SANDBOX}/release", {"keep": True})
+    assert transport.headers[1:3] == [{"Corral-Lease": "1.7"}] * 2
+
+
+def test_leases_are_listed(corral: Call, transport: FakeTransport) -> None:
+    transport.document = {"items": [LEASE], "next": None}
+    assert "会话/1" in corral("lease", "ls").out.decode()
+    assert corral("lease", "ls", "--json").json == {"items": [LEASE], "next": None}
+    transport.document = {"items": [], "next": None}
+    assert "no leases" in corral("lease", "ls").err
+
+
+def test_a_lost_lease_is_told_as_such(corral: Call, transport: FakeTransport) -> None:
+    transport.document = refusal("lease_lost")
+    done = corral("lease", "renew", SANDBOX, "--lease", "1.7")
+    assert done.status == 125 and done.err.startswith("corral: lease_lost:")
