@@ -57,11 +57,23 @@ class _PostgresTx:
         return self._now
 
 
+class _Outage:
+    """When a connection was last refused, and why. Whoever asked before that has waited long enough: he is not tried once more, else
+    a server that swallows connections would be waited for by everybody in turn."""
+
+    def __init__(self) -> None:
+        self.at = -1.0
+        self.error: psycopg.Error | None = None
+
+
 class _Worker(StoreThread):
     """A thread with a session, for writing or for reading."""
 
-    def __init__(self, name: str, url: str, clock: Callable[[], int] | None, jobs: Jobs, *, writes: bool) -> None:
+    def __init__(
+        self, name: str, url: str, clock: Callable[[], int] | None, jobs: Jobs, outage: _Outage, *, writes: bool
+    ) -> None:
         super().__init__(name, jobs)
+        self._outage = outage
         self._url = url
         self._where = described(url)
         self._clock = clock
@@ -82,11 +94,14 @@ class _Worker(StoreThread):
         if session is not None:
             session.close()
 
-    def transact(self, work: Callable[[Tx], T]) -> T:
+    def transact(self, work: Callable[[Tx], T], asked: float | None = None) -> T:
+        """`asked`: when (monotonic clock), where it may have waited in a queue."""
         attempt = 0
         while True:
             attempt += 1
-            session = self._session = self._session or Session(self._url)
+            if self._session is None:
+                self._session = self._connected(asked)
+            session = self._session
             try:
                 return self._once(session, work)
             except Interrupted:
@@ -106,6 +121,18 @@ class _Worker(StoreThread):
             except BaseException:
                 self._roll_back(session)
                 raise
+
+    def _connected(self, asked: float | None) -> Session:
+        known = self._outage.error
+        if known is not None and asked is not None and asked < self._outage.at:
+            raise refusal(known, self._where)
+        try:
+            session = Session(self._url)
+        except psycopg.Error as error:
+            self._outage.error, self._outage.at = error, time.monotonic()
+            raise
+        self._outage.error = None
+        return session
 
     def _once(self, session: Session, work: Callable[[Tx], T]) -> T:
         session.begin(_WRITE if self._writes else _READ, clock=self._clock is None)
@@ -150,9 +177,16 @@ class PostgresStore(ThreadedStore[_Worker]):
         described(url)  # a URL that cannot be read is refused here
 
     def _made(self, writes: Jobs, reads: Jobs) -> Sequence[tuple[_Worker, Jobs]]:
+        outage = _Outage()
         made = [(f"store-writer-{n}", writes) for n in range(self._writers)]
         made += [(f"store-reader-{n}", reads) for n in range(self._readers)]
-        return [(_Worker(name, self._url, self._clock, jobs, writes=jobs is writes), jobs) for name, jobs in made]
+        return [
+            (_Worker(name, self._url, self._clock, jobs, outage, writes=jobs is writes), jobs) for name, jobs in made
+        ]
+
+    def _job(self, work: Callable[[Tx], T]) -> Callable[[_Worker], T]:
+        asked = time.monotonic()
+        return lambda thread: thread.transact(work, asked)
 
     def _prepare(self, thread: _Worker) -> str:
         proposal = self._new_id("org") if self._new_id is not None else secrets.token_hex(16)

@@ -199,6 +199,8 @@ class Session:
         """The server's clock when the transaction began, known after its first answer: Unix epoch milliseconds."""
         self._prepared: OrderedDict[tuple[str, tuple[int, ...]], bytes] = OrderedDict()
         self._count = 0
+        self._answered = False
+        """Whether the transaction has had an answer."""
         self._asked: list[_Asked] = []
         self._owed = 0
         """Messages whose answers nobody has waited for."""
@@ -221,12 +223,15 @@ class Session:
             _, oldest = self._prepared.popitem(last=False)
             self._send(b"DEALLOCATE " + oldest, _QUIET)
             self._leave()
+        self._answered = False
         self._execute(text, (), [], [], _QUIET)
         if clock:
             self._execute(CLOCK, (), [], [], _CLOCK)
 
     def commit(self) -> None:
         """COMMIT, with what waits before it. `Interrupted` if the connection breaks before the answer."""
+        if not self._answered:
+            self.answers()  # a connection that broke long ago must be found out by something that may be repeated
         try:
             self.send("COMMIT")
             answer = self.answers()[-1]
@@ -315,7 +320,9 @@ class Session:
         self._pg.pipeline_sync()
         failed = None
         wanted = []
-        for what, result in zip(asked, self._received(len(asked)), strict=True):
+        received = self._received(len(asked))
+        self._answered = True
+        for what, result in zip(asked, received, strict=True):
             status = result.status
             if status == pq.ExecStatus.FATAL_ERROR:
                 failed = failed or result

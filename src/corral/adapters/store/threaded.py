@@ -136,7 +136,10 @@ class ThreadedStore(SqlStore, Generic[W]):
         with self._guard:
             if not self._usable:
                 raise CorralError("store_error", "the store is not open", retryable=False)
-            return self._hop(self._writes if writes else self._reads, lambda thread: thread.transact(work))
+            return self._hop(self._writes if writes else self._reads, self._job(work))
+
+    def _job(self, work: Callable[[Tx], T]) -> Callable[[W], T]:
+        return lambda thread: thread.transact(work)
 
     async def _write(self, work: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._submit(True, lambda tx: work(tx, *args, **kwargs))

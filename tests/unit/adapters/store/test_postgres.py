@@ -282,6 +282,29 @@ async def test_a_server_that_does_not_answer_is_given_up(own, monkeypatch: pytes
     assert (await bench.store.submit_run(bench.run("run_2"), audit(), key_of()))[1]
 
 
+async def test_a_server_that_swallows_connections_is_not_waited_for_by_everybody_in_turn(
+    own, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, server, url = own
+    tried: list[float] = []
+
+    class Counted(postgres_session.Session):
+        def __init__(self, url: str) -> None:
+            tried.append(time.monotonic())
+            super().__init__(url)
+
+    monkeypatch.setattr("corral.adapters.store.postgres.Session", Counted)
+    monkeypatch.setattr(postgres_session, "CONNECT_S", 2)
+    await asyncio.to_thread(server.disconnect, url)
+    with server.frozen():
+        calls = [refused("store_error", bench.store.get_run("run_1", "default")) for _ in range(40)]
+        errors = await asyncio.wait_for(asyncio.gather(*calls), 60)
+        assert all(error.retryable for error in errors)
+        assert len(tried) <= 4, "each of the two readers tries, and the rest had asked before that failed"
+    monkeypatch.setattr(postgres_session, "CONNECT_S", 60)
+    assert await bench.store.get_run("run_1", "default") is None
+
+
 async def test_a_row_that_is_locked_for_too_long_is_a_retryable_error(
     bench: Bench, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
