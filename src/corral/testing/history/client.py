@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -173,8 +174,8 @@ class Client:
         self._act = 0
         self._generation: dict[int, int] = {}
         self._known: dict[int, str] = {}
-        self._old: dict[int, tuple[str, str, str]] = {}
-        """The last lease that this client had of a slot: (sandbox, fence, owner)."""
+        self._old: dict[int, list[tuple[str, str, str]]] = defaultdict(list)
+        """Leases that this client has had of a slot: (sandbox, fence, owner)."""
         self.stopping = threading.Event()
 
     def live(self) -> None:
@@ -302,7 +303,7 @@ class Client:
             fence = self._acquire(act, sandbox, owner)
             if fence is None:
                 return
-            self._old[act.slot] = (sandbox, fence, owner)
+            self._old[act.slot].append((sandbox, fence, owner))
         for work in act.work:
             if self.stopping.is_set():
                 break
@@ -343,12 +344,15 @@ class Client:
                 )
                 self._tell(op, told)
             case "oversleep" if fence is not None:
-                rest(act.ttl_s + 0.5)
+                rest(act.ttl_s + 1.0)
                 self._try_old(act.slot, sandbox, fence, owner)
 
     def _stale(self, act: Act) -> None:
-        if act.slot in self._old:
-            self._try_old(act.slot, *self._old[act.slot])
+        """With a lease of the sandbox that is there now, any that this client has had; else with the last one of the slot."""
+        old = self._old[act.slot]
+        fit = [one for one in old if one[0] == self._known.get(act.slot)] or old[-1:]
+        if fit:
+            self._try_old(act.slot, *fit[act.index % len(fit)])
 
     def _try_old(self, slot: int, sandbox: str, fence: str, owner: str) -> None:
         """All that a holder does, by one who may be none any more."""

@@ -109,7 +109,7 @@ def acts(seed: int, client: int, slots: int) -> Iterator[Act]:
     dice = Random(f"{seed}/client/{client}")
     for index in count():
         slot = dice.randrange(slots)
-        what = dice.choices(["lease", "run", "stale", "create", "delete"], [55, 25, 12, 5, 3])[0]
+        what = dice.choices(["lease", "run", "stale", "create", "delete"], [52, 22, 18, 5, 3])[0]
         match what:
             case "lease":
                 yield _lease(dice, index, slot)
