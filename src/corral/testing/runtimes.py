@@ -10,10 +10,19 @@ import contextlib
 import os
 import socket
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 from corral.linux import sockets
-from corral.ports.runtime import Evidence, Instance, InstanceRef, InstanceSpec, Runtime, RuntimeInfo, Stats
+from corral.ports.runtime import (
+    Evidence,
+    Instance,
+    InstanceRef,
+    InstanceSpec,
+    Runtime,
+    RuntimeInfo,
+    Stats,
+    SupportsPause,
+)
 
 
 class _Around:
@@ -52,6 +61,12 @@ class _Around:
 
     async def destroy(self, ref: InstanceRef) -> Evidence:
         return await self.inner.destroy(ref)
+
+    async def pause(self, ref: InstanceRef) -> None:
+        await cast("SupportsPause", self.inner).pause(ref)
+
+    async def resume(self, ref: InstanceRef) -> None:
+        await cast("SupportsPause", self.inner).resume(ref)
 
 
 class SlowRuntime(_Around):

@@ -29,7 +29,17 @@ from corral.domain.grade import ANY_GRADE
 from corral.errors import CorralError
 from corral.ports.node import Node
 from corral.ports.runtime import Runtime
-from corral.testing.certify import captured, files, guest, kernel, limits, network, place, residue  # noqa: F401  # they register
+from corral.testing.certify import (  # noqa: F401  # they register
+    captured,
+    files,
+    guest,
+    kernel,
+    limits,
+    network,
+    pausing,
+    place,
+    residue,
+)
 from corral.testing.certify.bench import Bench
 from corral.testing.certify.register import ATTACKS, GROUPS, Attack
 from corral.testing.certify.verdict import Finding, Report, RuntimeReport, broken, find
