@@ -205,4 +205,13 @@ def _must_live(body: Body) -> None:
 
 async def _whole(body: Body, work: Coroutine[Any, Any, None]) -> None:
     """A task of its own: half of it done because the caller gave up would be neither."""
-    await asyncio.shield(body.spawn(work))
+    task = body.spawn(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        us = asyncio.current_task()
+        if not task.cancelled() or (us is not None and us.cancelling()):
+            raise
+        # The body was let go in the middle of it: it is being destroyed, or the node closes.
+        _must_live(body)
+        raise CorralError("shutting_down", "the node is closing") from None

@@ -75,7 +75,7 @@ class Pausing:
                     of_it, task = under_way
                     await asyncio.wait({task}, timeout=until - loop.time())
                     if of_it == event and task.done():
-                        return await asyncio.shield(task)
+                        return await _result(task)
                     continue
                 if joined:
                     raise CorralError(
@@ -87,7 +87,7 @@ class Pausing:
                     if error.code != "conflict":
                         raise
                     continue
-                return await asyncio.shield(task)
+                return await _result(task)
         raise CorralError("conflict", f"the sandbox {sandbox_id} is {state}", hint="try again in a moment")
 
     async def _begin(self, view: SandboxView, caller: Caller, event: Event) -> asyncio.Task[SandboxView]:
@@ -181,3 +181,14 @@ def check_holder(view: SandboxView, caller: Caller, lease: str | None) -> None:
     elif holder is not None and not is_system(holder) and (key_of(holder) != caller.owner or BETWEEN in holder):
         assert view.lease is not None
         raise held_by_another(view.sandbox.sandbox_id, view.lease.expires_at, view.lease.heartbeat_at)
+
+
+async def _result(task: asyncio.Task[SandboxView]) -> SandboxView:
+    """What the work came to; it may be dropped when the service stops, and then goes on at the next one."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        us = asyncio.current_task()
+        if not task.cancelled() or (us is not None and us.cancelling()):
+            raise
+        raise CorralError("shutting_down", "the service is stopping") from None

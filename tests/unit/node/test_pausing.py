@@ -205,6 +205,22 @@ async def test_a_pause_that_fails_leaves_it_running(bench_of: Callable[..., Any]
     assert (await bench.run(instance, "echo", "on"))[1] == b"on\n"
 
 
+class Endless(FakeRuntime):
+    """Takes as long to be frozen as nobody waits."""
+
+    async def pause(self, ref: InstanceRef) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_pause_that_a_destruction_cuts_short_is_told_so(bench_of: Callable[..., Any]) -> None:
+    bench = await bench_of(lambda _: Endless("/nowhere", installation_id="x"))
+    instance = await bench.create()
+    pausing = asyncio.create_task(bench.node.pause(instance, FENCE))
+    await asyncio.sleep(0.05)
+    assert (await bench.node.destroy(instance, "sandbox_deleted")).clean
+    assert await code_of(pausing) == "sandbox_deleted"
+
+
 async def test_a_runtime_that_cannot_pause_says_so(bench_of: Callable[..., Any]) -> None:
     bench = await bench_of(lambda _: Rigid("/nowhere", installation_id="x"))
     instance = await bench.create()
