@@ -54,6 +54,9 @@ def _print(report: words.Json) -> None:
     if report.get("leftovers"):
         terminal.put("\nleft over (corral gc removes it):\n")
         terminal.table(report["leftovers"], ("kind", "id", "instance_id"), empty="")
+    if report.get("quota"):
+        terminal.put("\nheld, but not by what lives (a fault; corral gc mends it):\n")
+        terminal.table(report["quota"], ("kind", "subject"), empty="")
 
 
 def _named(capabilities: dict[str, Any]) -> str:
