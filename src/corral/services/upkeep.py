@@ -78,7 +78,7 @@ class Upkeep:
                 self._executor.drive(run, grace_s)
         for record in await core.store.open_execs():
             if record.run_id is None:
-                self._sandboxes.drive(record, grace_s)
+                self.workers.drive_exec(record, grace_s)
             elif not _driven_by(record, runs):
                 core.spawn(self._close_exec(record), f"{record.exec_id} close")
 

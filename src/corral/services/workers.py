@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
-from corral.domain.records import RunRecord, SandboxView
+from corral.domain.records import ExecRecord, RunRecord, SandboxView
 from corral.errors import CorralError
 from corral.services.control import Core
 from corral.services.executor import Executor
@@ -150,7 +151,7 @@ class Workers:
         for run in await core.store.adopt_runs(core.worker):
             await self._drive(run, grace_s)
         for record in await core.store.adopt_execs(core.worker):
-            self._sandboxes.drive(record, grace_s)
+            self.drive_exec(record, grace_s)
         if core.uncertain:
             core.uncertain = False
             await self._find_own(grace_s)
@@ -161,6 +162,12 @@ class Workers:
         elif not self._executor.drives(run.run_id):
             await self._executor.give_up(run, RESTORED)
 
+    def drive_exec(self, record: ExecRecord, grace_s: float) -> None:
+        """Go on with an exec that somebody else had begun, or that was begun in a history that did not happen."""
+        if record.created_at <= self._core.regressed_ms and record.state == "starting":
+            record = replace(record, state="running")  # what became of it the node knows; it is not sent again
+        self._sandboxes.drive(record, grace_s)
+
     async def _find_own(self, grace_s: float) -> None:
         """A call of ours failed although its commit had been done: then there is a row that waits for us."""
         core = self._core
@@ -169,7 +176,7 @@ class Workers:
                 await self._drive(run, grace_s)
         for record in await core.store.open_execs():
             if record.driver == core.worker and record.run_id is None:
-                self._sandboxes.drive(record, grace_s)
+                self.drive_exec(record, grace_s)
 
     async def regressed(self) -> None:
         """The store was set back: open runs in it may have been ended in what is lost. Those that fly here go on, the others end."""
@@ -178,6 +185,9 @@ class Workers:
             mine = run.driver == core.worker and not self._executor.drives(run.run_id)
             if mine and run.created_at <= core.regressed_ms:
                 await self._executor.give_up(run, RESTORED)
+        for record in await core.store.open_execs():
+            if record.driver == core.worker and record.run_id is None:
+                self.drive_exec(record, core.delays["takeover_client_gone_s"])
 
     # -- commands, and the level below them ------------------------------------------------------------------------------------
     async def _bring_on(self) -> None:

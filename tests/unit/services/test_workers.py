@@ -401,6 +401,9 @@ async def test_a_submission_whose_commit_was_not_heard_of_is_driven(two, until):
 
 async def test_runs_of_an_older_copy_of_the_store_are_ended_and_never_started_again(two, until):
     kept = (await two.call("a", "POST", "/v1/sandboxes", {})).document["id"]
+    call = two.call("a", "POST", f"/v1/sandboxes/{kept}/execs", {"argv": ["sleep"]}, wait=0)
+    program = (await call).document["id"]
+    await until(lambda: two.node.starts)
     gate = two.node.create_gate = asyncio.Event()
     old = (await two.call("a", "POST", "/v1/runs", PRINT, wait=0)).document["id"]
     flying = (await two.call("b", "POST", "/v1/runs", SLEEP, wait=0)).document["id"]
@@ -409,7 +412,9 @@ async def test_runs_of_an_older_copy_of_the_store_are_ended_and_never_started_ag
     copied = {name: copy.deepcopy(getattr(two.store, name)) for name in tables}
     gate.set()
     await finished(two, "a", old)
-    await until(lambda: len(two.node.starts) == 2)
+    await until(lambda: len(two.node.starts) == 3)
+    await two.call("b", "POST", f"/v1/execs/{program}/signal", {"signal": "TERM"})
+    assert (await two.call("b", "GET", f"/v1/execs/{program}", wait=10)).document["state"] == "ended"
     called = []
     for world in two.workers.values():
 
@@ -425,11 +430,13 @@ async def test_runs_of_an_older_copy_of_the_store_are_ended_and_never_started_ag
     assert (run["result"]["reason"], run["result"]["started"]) == ("infra_error", None)
     assert "older copy" in run["result"]["hint"]
     await until(lambda: len(called) == 2)
-    assert len(two.node.starts) == 2
+    again = (await two.call("b", "GET", f"/v1/execs/{program}", wait=10)).document
+    assert (again["state"], again["result"]["signal"]) == ("ended", "SIGTERM"), "the node knows what became of it"
+    assert len(two.node.starts) == 3
     assert await state(two, kept) == "leased"
     await two.call("a", "POST", f"/v1/runs/{flying}/cancel")
     await finished(two, "a", flying)
-    assert len(two.node.starts) == 2
+    assert len(two.node.starts) == 3
 
 
 async def test_a_worker_that_starts_on_an_older_copy_starts_none_of_its_runs(two, until):
