@@ -51,7 +51,8 @@ _NAMED = re.compile(r"""'(?:[^']|'')*'|"[^"]*"|::|:([a-z_][a-z0-9_]*)""", re.IGN
 
 
 # What a refused connection says has no code.
-_REFUSED = re.compile(r"password|role .* does not exist|database .* does not exist|pg_hba\.conf")
+_REFUSED = re.compile(r"password|role .* does not exist|pg_hba\.conf")
+_ABSENT = re.compile(r"database .* (does not exist|is not currently accepting connections)")
 
 
 class Unanswered(psycopg.OperationalError):
@@ -124,7 +125,12 @@ def refusal(error: psycopg.Error, where: str) -> CorralError:
     state = error.sqlstate or ""
     if state == "23505":
         return conflict(f"it exists already ({told})")
-    if state in ("28P01", "28000", "3D000") or (not state and "FATAL" in told and _REFUSED.search(told)):
+    if state in ("3D000", "55000") or (not state and "FATAL" in told and _ABSENT.search(told)):
+        # Not for good: this is what a database that is being restored looks like.
+        return CorralError(
+            "store_error", f"{where} is not there: {told}", hint="does the database URL name the right one?"
+        )
+    if state in ("28P01", "28000") or (not state and "FATAL" in told and _REFUSED.search(told)):
         return CorralError(
             "store_error",
             f"{where} refuses the connection: {told}",

@@ -106,10 +106,11 @@ def test_a_password_is_never_shown(own_server: PostgresServer, caplog: pytest.Lo
 def test_what_the_server_refuses_for_good_is_not_retryable(own_server: PostgresServer) -> None:
     own_server.start()
     good = own_server.url("postgres", tcp=True)
-    for url in (good.replace("@127", "x@127"), good.replace("/postgres", "/corral_none")):
+    for url, again in ((good.replace("@127", "x@127"), False), (good.replace("/postgres", "/corral_none"), True)):
         with pytest.raises(CorralError) as caught:
             asyncio.run(PostgresStore(url).open())
-        assert caught.value.code == "store_error" and not caught.value.retryable and caught.value.hint
+        assert caught.value.code == "store_error" and caught.value.hint
+        assert caught.value.retryable is again, "a database that is being restored is away for a moment only"
 
 
 async def test_it_works_over_tcp_with_a_password(own_server: PostgresServer) -> None:
