@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from corral.errors import CorralError
@@ -104,8 +104,9 @@ class RedisCoordination:
                 async with asyncio.timeout(PATIENCE_S):
                     await self._send(client)
         self._healthy = False
+        self._broken.set()
         task.cancel()
-        await asyncio.wait({task})
+        await asyncio.wait({task}, timeout=5 * PATIENCE_S)
 
     def ring(self, keys: Sequence[str]) -> None:
         if self._task is None:
@@ -169,7 +170,7 @@ class RedisCoordination:
                 await pubsub.subscribe(self._channel)
             async with asyncio.TaskGroup() as group:
                 works = [
-                    group.create_task(work)
+                    group.create_task(self._part(work))
                     for work in (self._listen(pubsub), self._probe(client), self._sending(client))
                 ]
                 await self._echoed(client)
@@ -189,8 +190,15 @@ class RedisCoordination:
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
                     await client.aclose()
 
+    async def _part(self, work: Coroutine[Any, Any, None]) -> None:
+        """With one part the others end, also one whose cancellation was lost in the library."""
+        try:
+            await work
+        finally:
+            self._broken.set()
+
     async def _listen(self, pubsub: Any) -> None:
-        while True:
+        while not self._broken.is_set():
             message = await pubsub.get_message(timeout=PROBE_S)
             data = None if message is None else message.get("data")
             if not isinstance(data, bytes) or len(data) > WORDS_BYTES:
@@ -204,7 +212,7 @@ class RedisCoordination:
                     self._heard(key)
 
     async def _probe(self, client: Redis) -> None:
-        while True:
+        while not self._broken.is_set():
             await asyncio.sleep(PROBE_S)
             await self._echoed(client)
 
@@ -216,7 +224,7 @@ class RedisCoordination:
             await self._echo.wait()
 
     async def _sending(self, client: Redis) -> None:
-        while True:
+        while not self._broken.is_set():
             await self._news.wait()
             await self._send(client)
 
