@@ -40,7 +40,7 @@ def spellings(address: str) -> list[str]:
         f"0x{a:x}.{b}.0{c:o}.{d}",
         f"0x0000{a:x}.{b}.{c}.{d}",
         f"{a}.{b}.{(c << 8) + d}",
-        *(f"{a}.{tail}" for tail in tails),
+        *(f"{a}.{tail}" for tail in sorted(tails)),
         f"0x{a:x}.{(b << 16) + (c << 8) + d}",
         f"0{a:o}.0x{(b << 16) + (c << 8) + d:x}",
         # other digits and dots that IDNA maps to ours
