@@ -96,7 +96,7 @@ OIDC_SCOPES = ("admin", "tenant", "run", "read")
 
 @dataclass(frozen=True)
 class Config:
-    """All that bootstrap needs. Paths are absolute; nothing in here is secret."""
+    """All that bootstrap needs. Paths are absolute; nothing in here is secret but what the URLs may hold, which are not shown."""
 
     state_dir: str
     policy: str

@@ -389,7 +389,8 @@ class GuestClient:
         """The guest is frozen: its silence means nothing until `release`. Questions wait for their answers as long as it takes."""
         self._frozen = True
         for patience in self._patience:
-            patience.reschedule(None)
+            if not patience.expired():
+                patience.reschedule(None)
 
     def release(self) -> None:
         """It runs again: whoever asked it something waits from now on as long as they would have."""
@@ -397,7 +398,8 @@ class GuestClient:
         self._last_seen = time.monotonic()
         now = asyncio.get_running_loop().time()
         for patience, seconds in self._patience.items():
-            patience.reschedule(now + seconds)
+            if not patience.expired():
+                patience.reschedule(now + seconds)
 
     async def start_exec(self, spec: Mapping[str, Any], *, fence: Fence, follow: bool = False) -> ExecStatus:
         """At most once by `spec["exec_id"]`. Returns once main runs or certainly does not (`state == "failed"`).

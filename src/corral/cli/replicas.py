@@ -207,6 +207,8 @@ class Replicas:
 
     # -- what children say -------------------------------------------------------------------------------------------------
     def _read(self, one: Running) -> None:
+        if one.status < 0:  # it has ended, which was told together with its last word
+            return
         try:
             data = os.read(one.status, 65536)
         except BlockingIOError:
@@ -252,6 +254,7 @@ class Replicas:
             slot.next = None
             log(f"the new {one.name} is not ready ({one.why or _ending(status)}); the old ones stay")
             self._rolling.clear()
+            self._roll_again = False
             return
         slot.current = None
         if self._stopping:

@@ -22,8 +22,8 @@ from corral.wire.codec import pack, unpack
 HELLO, CALL, RESULT, ERROR, ITEM, END, CREDIT, CANCEL, PROGRESS = range(9)
 VERSIONS = (1, 1)
 """First and last version of the protocol that is spoken here."""
-MAX_FRAME = 256 * 1024 * 1024
-"""More than the longest answer: the kept output of an exec at its largest limit goes in one."""
+MAX_FRAME = 1024 * 1024 * 1024
+"""Four times the longest answer under the policy as it comes: the kept output of an exec at its largest limit goes in one."""
 WINDOW = 256 * 1024
 PIECE = 64 * 1024
 """Longer blocks of bytes are sent in pieces."""
@@ -89,8 +89,18 @@ class Link(asyncio.Protocol):
         return self.open and self._flowing.is_set()
 
     def send(self, *frame: Any) -> None:
-        """Send a frame; nothing on a connection that is gone. TypeError for what has no form on the wire."""
+        """Send a frame; nothing on a connection that is gone. TypeError for what has no form on the wire.
+
+        `infra_error` for one that is too long: sent, it would end the connection with all calls on it, and again when it is repeated.
+        """
         packed = pack(list(frame))
+        if len(packed) > MAX_FRAME:
+            raise CorralError(
+                "infra_error",
+                f"{len(packed)} bytes at once do not go over the node's socket, at most {MAX_FRAME} do",
+                hint="a smaller output_limit keeps less",
+                retryable=False,
+            )
         if self.open and self._transport is not None:
             self._transport.write(len(packed).to_bytes(4, "big") + packed)
 

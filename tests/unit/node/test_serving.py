@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from corral.adapters.nodes import remote
 from corral.adapters.nodes.remote import RemoteNode
+from corral.config import data_file
 from corral.domain.fence import Fence
 from corral.domain.limits import Limits
+from corral.domain.policy import Policy
 from corral.errors import CorralError
 from corral.node.serving import NodeServer
 from corral.ports.node import Chunk, CreateInstance, Gap, HostFacts, InstanceReport
@@ -36,6 +40,7 @@ class Scripted:
         self.closed = 0
         self.got = b""
         self.ended: list[str] = []
+        self.peer: Any = None
 
     async def host(self) -> HostFacts:
         self.calls.append(("host", None))
@@ -76,6 +81,17 @@ class Scripted:
 
     async def stats(self, instance_id: str) -> Any:
         raise KeyError("a defect")
+
+    async def read_output(self, exec_id: str, stream: str) -> tuple[bytes, bytes]:
+        self.calls.append(("read_output", stream))
+        return b"x" * 300_000, b"y" * 300_000
+
+    async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
+        """What takes the node down with it, each time."""
+        self.calls.append(("extend_deadline", deadline_s))
+        assert self.peer is not None
+        self.peer.abort()
+        await self.go.wait()
 
     async def stream_exec(self, exec_id: str, cursor: str | None = None) -> AsyncIterator[Chunk | Gap]:
         self.calls.append(("stream_exec", cursor))
@@ -353,6 +369,48 @@ async def test_what_must_not_be_done_twice_is_not_repeated(stage: Stage) -> None
     assert stage.node.calls == [("signal_exec", 10)]
 
 
+async def test_a_call_that_breaks_every_connection_is_given_up_and_the_node_goes_on(stage: Stage) -> None:
+    node = await stage.client()
+    assert stage.server is not None
+    server = stage.server
+
+    class Breaks:
+        @staticmethod
+        def abort() -> None:
+            for peer in list(server._peers):
+                peer.link.abort()
+
+    stage.node.peer = Breaks
+    with pytest.raises(CorralError) as given_up:
+        await node.extend_deadline("ins_1", FENCE, 5.0)
+    assert given_up.value.code == "node_unavailable"
+    assert stage.node.calls == [("extend_deadline", 5.0)] * remote.SENDS
+    assert (await node.host()).cpus == 2
+
+
+async def test_an_answer_that_is_too_long_fails_its_call_and_no_other(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await stage.client()
+    waiting = asyncio.create_task(node.wait_exec("exe_1"))
+    await stage.node.begun.wait()
+    assert [len(part) for part in await node.read_output("exe_1", "stdout")] == [300_000, 300_000]
+    monkeypatch.setattr(wire, "MAX_FRAME", 500_000)
+    with pytest.raises(CorralError, match="at once") as failed:
+        await node.read_output("exe_1", "stdout")
+    assert (failed.value.code, failed.value.retryable) == ("infra_error", False)
+    with pytest.raises(CorralError, match="at once"):
+        await node.read_output("exe_1", "x" * 600_000)
+    stage.node.go.set()
+    assert await waiting == "exe_1"
+    assert [name for name, _ in stage.node.calls] == ["wait_exec", "read_output", "read_output"], "none was repeated"
+
+
+def test_the_longest_output_that_the_policy_keeps_goes_over_the_socket() -> None:
+    policy = Policy.from_dict(yaml.safe_load(Path(data_file("policy/default.yaml")).read_text(encoding="utf-8")))
+    assert policy.caps.output_bytes + 4096 < wire.MAX_FRAME
+
+
 async def test_a_node_that_does_not_come_back_is_said_to_be_unavailable(stage: Stage) -> None:
     node = await stage.client(patience_s=0.2)
     await stage.stop()
@@ -457,8 +515,6 @@ async def test_what_is_no_frame_ends_the_connection_and_nothing_else(stage: Stag
 
 
 async def test_a_node_of_another_version_is_told_and_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    from corral.adapters.nodes import remote
-
     monkeypatch.setattr(remote, "VERSIONS", (7, 9))
     with pytest.raises(CorralError, match="speaks versions") as refused:
         monkeypatch.setattr(remote, "agreed", lambda theirs: wire.agreed((7, 9)))

@@ -34,6 +34,8 @@ UNKNOWN_S = 60.0
 RETRY_S = 5.0
 """Between two attempts at an issuer that has never answered."""
 FETCH_S = 10.0
+LAST_S = 4_102_444_800
+"""2100: the end of a token that names a later one."""
 MAX_DOCUMENT = 256 * 1024
 MAX_KEYS = 100
 MAX_TOKEN = 16 * 1024
@@ -124,7 +126,9 @@ class Oidc:
         scopes = [*given.default_scopes]
         for word in words:
             scopes += given.scopes.get(word, ()) if isinstance(word, str) else ()
-        return Claims(tenant, user, tuple(dict.fromkeys(scopes)), int((payload["exp"] + given.leeway_s) * 1000))
+        # Its number may be written as text, and be beyond any calendar.
+        ends_s = min(int(payload["exp"]) + given.leeway_s, LAST_S)
+        return Claims(tenant, user, tuple(dict.fromkeys(scopes)), int(ends_s * 1000))
 
     # -- keys ------------------------------------------------------------------------------------------------------------------
     async def _key(self, kid: str, algorithm: str) -> Any:

@@ -1,8 +1,8 @@
 """The node port over a unix socket: the node is a process of its own (`corral node serve`), which many workers use at once.
 
-All calls share one connection. When it breaks, calls are repeated on the next one, for `patience_s`; then they fail with
-`node_unavailable`. What a second time would do something else (`wire.methods.ONCE`) is not repeated once it was sent, nor is a call
-whose stream of bytes has begun to flow. `wait_exec` and `lost` wait for the node as long as it takes: that nobody answers says nothing
+All calls share one connection. When it breaks, calls are repeated on the next one, for `patience_s` and at most `SENDS` times; then they
+fail with `node_unavailable`. What a second time would do something else (`wire.methods.ONCE`) is not repeated once it was sent, nor is a
+call whose stream of bytes has begun to flow. `wait_exec` and `lost` wait for the node as long as it takes: that nobody answers says nothing
 about sandboxes. Output of an exec goes on at its cursor. Notices of `lost` reach one of the workers that listen, and another one if
 that goes away before it has asked for the next.
 """
@@ -39,6 +39,8 @@ from corral.wire.link import (
 from corral.wire.methods import Method, methods
 
 PATIENCE_S = 30.0
+SENDS = 10
+"""One call that takes the node down with it must not do so for ever: it is every worker's node."""
 FRESH_S = 1.0
 """How long the answer of a cheap read that every run makes is used again."""
 KEPT = frozenset({"runtimes", "posture", "templates", "host", "template_seccomp"})
@@ -110,6 +112,7 @@ class RemoteNode:
         progress = arguments.pop("progress", None)
         source = _Source(arguments.pop(method.source)) if method.source is not None else None
         until = None if method.name == "wait_exec" else time.monotonic() + self._patience_s
+        sends = 0
         try:
             while True:
                 connection = await self._connected(until)
@@ -118,7 +121,9 @@ class RemoteNode:
                         method.name, arguments, source=source, progress=progress, members=method.kind == "opened"
                     )
                 except Broken as broken:
-                    if (source is not None and source.begun) or (broken.sent and method.once(arguments)):
+                    sends += broken.sent
+                    spent = until is not None and sends >= SENDS
+                    if spent or (source is not None and source.begun) or (broken.sent and method.once(arguments)):
                         raise CorralError(
                             "node_unavailable",
                             f"the connection to the node broke off during {method.name}",

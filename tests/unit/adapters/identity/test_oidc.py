@@ -84,6 +84,12 @@ async def test_a_good_token_says_who_and_what(issuer: Issuer, verifier: Oidc, ki
     assert issuer.calls == ["/.well-known/openid-configuration", "/keys"], "asked once"
 
 
+@pytest.mark.parametrize("exp", [str(int(time.time()) + 600), 10**17, 1e300], ids=["text", "far", "farther"])
+async def test_an_end_in_any_writing_is_a_time(issuer: Issuer, verifier: Oidc, exp: Any) -> None:
+    claims = await verifier.verify(issuer.token(exp=exp))
+    assert time.time() * 1000 < claims.expires_at <= oidc.LAST_S * 1000
+
+
 @pytest.mark.parametrize(
     "claims",
     [
