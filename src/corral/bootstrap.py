@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from corral.api.keys import AdminKey
     from corral.api.routes import Reply
     from corral.ports.coordination import Coordination
-    from corral.ports.node import Node
     from corral.ports.database import Database
+    from corral.ports.node import Node
     from corral.ports.store import Store
     from corral.services.control import Services
 

@@ -120,9 +120,7 @@ OPERATIONS: dict[str, Operation] = {
     f"GET {_BOX}": Operation("A sandbox, its instance and its history", {200: "SandboxDetail"}),
     f"DELETE {_BOX}": Operation("End a sandbox", {200: "Sandbox", 202: "Sandbox"}, ("wait",), (LEASE,)),
     f"POST {_BOX}/attach": Operation("Get a sandbox under a lease", {200: "Lease"}, (), (KEY,), "AttachRequest"),
-    f"POST {_BOX}/renew": Operation(
-        "Keep a lease", {200: "Lease"}, (), (LEASE,), "RenewRequest", body_needed=False
-    ),
+    f"POST {_BOX}/renew": Operation("Keep a lease", {200: "Lease"}, (), (LEASE,), "RenewRequest", body_needed=False),
     f"POST {_BOX}/release": Operation(
         "Give a lease back", {200: "Sandbox"}, (), (LEASE,), "ReleaseRequest", body_needed=False
     ),
@@ -169,9 +167,7 @@ OPERATIONS: dict[str, Operation] = {
         BINARY,
         body_needed=False,
     ),
-    f"GET {_EXEC}/ws": Operation(
-        "A WebSocket: output, input, size, signals", {101: "Nothing"}, ("cursor",), (LEASE,)
-    ),
+    f"GET {_EXEC}/ws": Operation("A WebSocket: output, input, size, signals", {101: "Nothing"}, ("cursor",), (LEASE,)),
     "GET /v1/templates": Operation("List templates, by name", {200: "TemplatePage"}),
     "POST /v1/templates": Operation(
         "Build a recipe of the operator", {200: "TemplateDetail", 202: "TemplateDetail"}, ("wait",), (), "BuildRequest"
@@ -200,7 +196,9 @@ OPERATIONS: dict[str, Operation] = {
     "POST /v1/keys/{key_id}/rotate": Operation(
         "Make a successor of a key", {201: "NewKey"}, (), (KEY,), "RotateRequest", body_needed=False
     ),
-    "GET /v1/queue": Operation("The tenant's queued runs in their order, and what it holds", {200: "Queue"}, ("limit",)),
+    "GET /v1/queue": Operation(
+        "The tenant's queued runs in their order, and what it holds", {200: "Queue"}, ("limit",)
+    ),
     "GET /v1/webhooks/secret": Operation("What the tenant's webhooks are signed with", {200: "WebhookSecret"}),
     "POST /v1/webhooks/secret/rotate": Operation(
         "Sign with a new secret; the old one signs beside it for a day", {200: "WebhookSecret"}

@@ -16,7 +16,9 @@ async def check_rate(services: Services, caller: Caller) -> None:
     most = services.core.policy.calls_per_minute
     if most is None:
         return
-    counted = await services.core.coordination.count(f"rate:{caller.tenant_id}:{caller.owner}"[:200], 1, most, WINDOW_MS)
+    counted = await services.core.coordination.count(
+        f"rate:{caller.tenant_id}:{caller.owner}"[:200], 1, most, WINDOW_MS
+    )
     if not counted.allowed:
         raise CorralError(
             "rate_limited",

@@ -61,7 +61,6 @@ class Needs:
         parts += [f"{', '.join(sorted(self.enforced))} held by the kernel{self._why}"] if self.enforced else []
         return f"isolation {self.isolation} takes {', '.join(parts) if parts else 'any runtime'}"
 
-
     @property
     def _why(self) -> str:
         return ", because there are several tenants" if self.shared else ""

@@ -175,7 +175,9 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing, Floors):
             # Nobody inside answers. Its execs are known, so that they can be waited for and ended; the rest comes with the thaw.
             self._bodies[entry.instance_id] = body
             for one in execs:
-                job = self._exec(body, one.exec_id, one.data, since_ticks=one.data["since_ticks"], ended_by=one.ended_by)
+                job = self._exec(
+                    body, one.exec_id, one.data, since_ticks=one.data["since_ticks"], ended_by=one.ended_by
+                )
                 if one.state == "running":
                     job.assume_started()
                 body.execs[one.exec_id] = job
