@@ -19,7 +19,7 @@ def command() -> None:
     """Put this build under strain on this host."""
 
 
-@command.command("chaos")
+@command.command("chaos", short_help="Break an installation of its own, check its promises.")
 @click.option("--seed", type=click.IntRange(0), help="The same seed gives the same plan; a new one by default.")
 @click.option("--minutes", type=click.FloatRange(0.1), default=10.0, show_default=True, help="How long things break.")
 @click.option(

@@ -111,7 +111,7 @@ def _changed(before: str | None, now: str, as_json: bool) -> None:
         terminal.put(f"{'made' if before is None else f'from {before}'}: version {now}\n")
 
 
-@command.command()
+@command.command(short_help="Write a consistent copy to a new FILE.")
 @click.argument("file", type=click.Path(), metavar="FILE")
 @url_option
 @words.json_option

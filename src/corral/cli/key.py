@@ -73,7 +73,7 @@ def create(
         _show(transport.request("POST", "/v1/keys", request), as_json)
 
 
-@command.command()
+@command.command(short_help="List keys, newest first.")
 @click.option("--tenant", metavar="ID", help="Those of one tenant only.")
 @words.json_option
 def ls(tenant: str | None, as_json: bool) -> None:

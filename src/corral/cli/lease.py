@@ -29,11 +29,11 @@ def ls(as_json: bool) -> None:
         terminal.table(items, COLUMNS, empty="no leases")
 
 
-@command.command()
+@command.command(short_help="Get a sandbox under a lease.")
 @click.argument("sandbox_id", type=words.IDENT, metavar="ID")
 @click.option("--owner", required=True, metavar="OWNER", help="For whom, such as session/tool-call.")
 @click.option("--ttl", metavar="SECONDS", help="How long it lasts without a renewal; 60 by default.")
-@click.option("--contention", metavar="WORD", help="If somebody has it: wait, fork, new or fail.")
+@click.option("--contention", metavar="WORD", help="If somebody has it: wait, fail, or new (a sandbox like it).")
 @click.option("--wait", metavar="SECONDS", help="How long to wait for it; 30 by default.")
 @click.option("--session", metavar="NAME", help="In which the owner works.")
 @words.json_option
@@ -46,7 +46,7 @@ def acquire(
     session: str | None,
     as_json: bool,
 ) -> None:
-    """Get a sandbox under a lease; prints the sandbox's id and the lease."""
+    """Get a sandbox under a lease; prints the sandbox's id, the lease and when it ends."""
     given = {
         "ttl_s": None if ttl is None else words.number("ttl", ttl),
         "contention": contention,
@@ -73,7 +73,7 @@ def renew(sandbox_id: str, lease: str, ttl: str | None, as_json: bool) -> None:
     _show(document, as_json)
 
 
-@command.command()
+@command.command(short_help="Give a sandbox back.")
 @click.argument("sandbox_id", type=words.IDENT, metavar="ID")
 @click.option("--lease", required=True, **FENCE)  # type: ignore[arg-type]
 @click.option("--keep", is_flag=True, help="Programs that no client is attached to go on.")

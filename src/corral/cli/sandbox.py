@@ -23,7 +23,7 @@ def command() -> None:
 
 @command.command()
 @words.sandbox_options
-@words.idle_option
+@words.idle_option()
 @words.json_option
 @click.pass_obj
 def create(interrupts: Interrupts, /, as_json: bool, **given: Any) -> None:
@@ -83,10 +83,10 @@ def resume(sandbox_id: str, as_json: bool) -> None:
     _turn(sandbox_id, "resume", as_json)
 
 
-@command.command()
+@command.command(short_help="Move the ends of a sandbox in time.")
 @click.argument("sandbox_id", type=words.IDENT, metavar="ID")
 @click.option("--ttl", "ttl", metavar="SECONDS", help="How long it lives from now on; none where policy allows it.")
-@words.idle_option
+@words.idle_option("End it after so many seconds without activity, from now on; none where policy allows it.")
 @words.json_option
 def extend(sandbox_id: str, as_json: bool, **given: str | None) -> None:
     """Move the ends of a sandbox: its time to live, its time without activity."""

@@ -36,7 +36,7 @@ def ls(as_json: bool) -> None:
         terminal.table(rows, ("name", "kind", "available", "digest", "languages", "reason"), empty="no templates")
 
 
-@command.command()
+@command.command(short_help="Say what a template is made of.")
 @click.argument("name", type=words.IDENT)
 @words.json_option
 def show(name: str, as_json: bool) -> None:
@@ -49,7 +49,7 @@ def show(name: str, as_json: bool) -> None:
         _print(document)
 
 
-@command.command()
+@command.command(short_help="Build one from a recipe, an archive or an image.")
 @click.argument("what", metavar="NAME|FILE", required=False)
 @click.option(
     "--from-archive", metavar="TAR", help="A root file system: tar, or tar compressed by gzip, bzip2, xz or zstd."
@@ -97,7 +97,7 @@ def build(
             )
 
 
-@command.command()
+@command.command(short_help="Remove a template's base and its recipe.")
 @click.argument("name", type=words.IDENT)
 @words.json_option
 def rm(name: str, as_json: bool) -> None:

@@ -54,7 +54,7 @@ def enable(tenant_id: str, as_json: bool) -> None:
     _change(tenant_id, False, as_json)
 
 
-@command.command()
+@command.command(short_help="Remove a disabled tenant, for good.")
 @click.argument("tenant_id", type=words.IDENT, metavar="ID")
 @words.json_option
 def rm(tenant_id: str, as_json: bool) -> None:

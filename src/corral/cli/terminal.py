@@ -133,9 +133,19 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, empty: s
         Console(file=sys.__stdout__).print(grid)
         return
     header = [column.upper() for column in columns]
-    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(columns))]
+    widths = [max(_width(line[i]) for line in [header, *cells]) for i in range(len(columns))]
     for line in [header, *cells]:
-        put("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
+        padded = (cell + " " * (width - _width(cell)) for cell, width in zip(line, widths, strict=True))
+        put("  ".join(padded).rstrip() + "\n")
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal that the text takes: Chinese characters take two, accents on the one before none."""
+    if text.isascii():
+        return len(text)
+    import unicodedata
+
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def size(count: int | None) -> str:

@@ -42,7 +42,7 @@ _HELP = {
     "output_kill": "Output per stream that ends the program; else 10 times the limit.",
     "priority": "high, normal or low: the order of your own runs in the queue.",
     "queue_timeout": "Seconds that the run may wait in the queue.",
-    "idle_timeout": "End it after so many seconds without activity; none by default.",
+    "idle_timeout": "End it after so many seconds without activity; else as policy says, by default never.",
     "runtime": "bubblewrap, crun, runc or runsc.",
     "template": "host, busybox, polyglot or one of the operator's.",
     "isolation": "standard or strong.",
@@ -107,9 +107,9 @@ def sandbox_options(function: F) -> F:
     return _apply(function, (*(_option(name) for name in names), *more))
 
 
-def idle_option(function: F) -> F:
+def idle_option(text: str = _HELP["idle_timeout"]) -> Callable[[F], F]:
     """When a kept sandbox that nobody uses ends."""
-    return _option("idle_timeout")(function)
+    return click.option("--idle-timeout", "idle_timeout", metavar="SECONDS", help=text)
 
 
 def queue_options(function: F) -> F:

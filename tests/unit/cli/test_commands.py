@@ -495,6 +495,21 @@ def test_the_history_of_a_sandbox_is_a_table(corral: Call, transport: FakeTransp
     assert lines[-1].split() == ["2026", "create", "-", "requested", '{"row":', '"1"}']
 
 
+def test_columns_stay_below_each_other_when_characters_are_wide(corral: Call, transport: FakeTransport) -> None:
+    names = {"acme": "阿克美有限公司", "bolt": "Bolt", "caf": "cafe\u0301"}
+    items = [{"id": key, "name": name, "state": "active"} for key, name in names.items()]
+    transport.document = {"items": items, "next": None}
+    _, *lines = corral("tenant", "ls").out.decode().splitlines()
+    shown = [line[: line.index("active")] for line in lines]
+    wide = [sum("\u4e00" <= char <= "\u9fff" for char in text) - text.count("\u0301") for text in shown]
+    assert len({len(text) + more for text, more in zip(shown, wide, strict=True)}) == 1
+
+
+def test_the_list_of_commands_is_not_cut_off(corral: Call) -> None:
+    for group in ("tenant", "key", "lease", "db", "sandbox", "template", "runs", "bench"):
+        assert b"..." not in corral(group, "--help").out.split(b"Commands:")[1], group
+
+
 LEASE = {
     "sandbox_id": SANDBOX,
     "owner": "会话/1",
