@@ -110,7 +110,7 @@ async def test_an_end_in_any_writing_is_a_time(issuer: Issuer, verifier: Oidc, e
         {"sub": ""},
         {"sub": "x" * 2000},
     ],
-    ids=str,
+    ids=lambda claims: next(iter(claims)),  # not the time: every worker of a run has to collect the same
 )
 async def test_a_token_that_says_something_wrong_is_refused(issuer: Issuer, verifier: Oidc, claims: Any) -> None:
     token = (
