@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from bench.store_rows import BIG, FEW, fill_postgres, fill_sqlite
 
-from corral.adapters.store import expiry, leases, migrate, queue, transactions, webhooks, workers
+from corral.adapters.store import expiry, leases, migrate, queue, repeats, transactions, webhooks, workers
 from corral.adapters.store.postgres_session import Session, translated
 from corral.adapters.store.sql import SqlStore
 from corral.adapters.store.sqlite import _SqliteTx
@@ -116,6 +116,8 @@ CALLS: dict[str, Work] = {
     ),
     "finish_command": lambda tx: transactions.finish_command(tx, "cmd_00000001", "w", "{}"),
     "touch": lambda tx: expiry.touch(tx, [LEASED]),
+    "forget_old": lambda tx: repeats.forget_old(tx, 20),
+    "made_under": lambda tx: repeats.made_under(tx, key_of("key_00000210", "d")),
     "update_instance": lambda tx: transactions.update_instance(tx, "ins_00000001", ["condemned"], "gone", None),
 }
 ALL_THAT_LIVES = {

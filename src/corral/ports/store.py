@@ -39,11 +39,12 @@ from corral.ports.expiry import ExpiryStore
 from corral.ports.identity import IdentityStore
 from corral.ports.leases import LeaseStore
 from corral.ports.queue import Charge, QueueStore, Ticket
+from corral.ports.repeats import RepeatsStore
 from corral.ports.webhooks import WebhookStore
 from corral.ports.workers import WorkerStore
 
 
-class Store(QueueStore, IdentityStore, LeaseStore, WorkerStore, WebhookStore, ExpiryStore, Protocol):
+class Store(QueueStore, IdentityStore, LeaseStore, WorkerStore, WebhookStore, ExpiryStore, RepeatsStore, Protocol):
     """See the module docstring; `None` from a `get_*` means that there is no such row."""
 
     async def open(self) -> None: ...

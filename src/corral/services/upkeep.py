@@ -25,6 +25,8 @@ Json = dict[str, Any]
 PAGE = 500
 GC_WAIT_S = 60.0
 """What gc waits at most for the end of what it cancelled: a template that is being built is not cut short."""
+FORGETS_S = 60.0
+"""How often the store is asked to forget what is too old."""
 EXPECTED: Json = {"modes": LimitModes().as_dict()}
 
 
@@ -47,6 +49,7 @@ class Upkeep:
         self.workers.movers |= dict.fromkeys(("pausing", "resuming"), sandboxes.pausing.bring_on)
         self._bases_looked_at_ms = core.now_ms()
         self._looking: asyncio.Task[None] | None = None
+        self._forgets_at_s = 0.0
 
     # -- take-over -------------------------------------------------------------------------------------------------------------
     async def take_over(self) -> None:
@@ -57,6 +60,8 @@ class Upkeep:
         workers only what none of them drives is taken.
         """
         core = self._core
+        if not core.coordination.alone:  # what is found to be older is so by the store's clock, which a beat brings
+            await core.endure(self.workers.beat)
         await core.endure(self._sandboxes.leases.attach_node)
         if not core.coordination.alone:
             await self.workers.join()
@@ -92,7 +97,7 @@ class Upkeep:
             core.spawn(work, f"{row.sandbox_id} take over", last=True)
         elif row.state in MAKING:
             if row.sandbox_id not in wanted:
-                work = self._lifecycle.provide(self._lifecycle.wanted_of(view))
+                work = self._lifecycle.provide(self._lifecycle.wanted_of(view), view)
                 core.spawn(_quietly(work), f"{row.sandbox_id} take over")
         elif here and row.state in ("recycling", "reuse_checking"):
             core.spawn(self._sandboxes.leases.interrupted(view), f"{row.sandbox_id} take over", last=True)
@@ -164,6 +169,7 @@ class Upkeep:
         core = self._core
         now = core.now_ms()
         self._look_at_bases(now)
+        await self._forget_old()
         await self._sandboxes.expiry.sweep()
         await self._sandboxes.leases.sweep()
         patience_s = core.delays["client_gone_s"]
@@ -188,6 +194,12 @@ class Upkeep:
         if due and (self._looking is None or self._looking.done()):
             self._bases_looked_at_ms = now_ms
             self._looking = self._core.spawn(self._sweep_bases(), "sweep of bases")
+
+    async def _forget_old(self) -> None:
+        """A piece of what the store has kept long enough; the next one with the next sweep, once nothing is left a minute later."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._forgets_at_s and not await self._core.store.forget_old():
+            self._forgets_at_s = now_s + FORGETS_S
 
     async def _sweep_bases(self) -> None:
         try:

@@ -31,6 +31,7 @@ from .memory_expiry import MemoryExpiry
 from .memory_identity import MemoryIdentity
 from .memory_leases import MemoryLeases
 from .memory_queue import MemoryQueue
+from .memory_repeats import MemoryRepeats
 from .memory_webhooks import MemoryWebhooks
 from .memory_workers import MemoryWorkers
 from .reserving import FREE_STATES
@@ -75,7 +76,9 @@ T = TypeVar("T")
 _ABSENT: Any = object()
 
 
-class MemoryStore(MemoryQueue, MemoryIdentity, MemoryLeases, MemoryWorkers, MemoryWebhooks, MemoryExpiry):
+class MemoryStore(
+    MemoryQueue, MemoryIdentity, MemoryLeases, MemoryWorkers, MemoryWebhooks, MemoryExpiry, MemoryRepeats
+):
     """`corral.ports.store.Store` in dictionaries. Rows survive `close` and `open` of the same object."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from corral.domain.records import (
     SandboxView,
 )
 from corral.errors import CorralError
+from corral.ports.repeats import KEY_LIFE_MS
 
 from .rows import (
     INSTANCE,
@@ -57,7 +58,7 @@ class MemoryBase:
         self._webhooks: dict[Any, Row] = {}
         self._webhook_secrets: dict[Any, Any] = {}
         self._environments: dict[Any, int] = {}
-        self._keys: dict[Any, tuple[str, str]] = {}
+        self._keys: dict[Any, tuple[str, str, int]] = {}
         self._undo: list[tuple[dict[Any, Any], Any, Any]] = []
         self._now = 0
 
@@ -120,10 +121,10 @@ class MemoryBase:
             return None
         check_idempotency(idem)
         key = (idem.tenant_id, idem.route, idem.key)
-        if key not in self._keys:
-            self._put(self._keys, key, (idem.body_digest, resource_id))
+        if key not in self._keys or self._keys[key][2] <= self._now - KEY_LIFE_MS:
+            self._put(self._keys, key, (idem.body_digest, resource_id, self._now))
             return None
-        digest, known = self._keys[key]
+        digest, known, _ = self._keys[key]
         if digest != idem.body_digest:
             raise idempotency_conflict(idem.route, idem.key)
         return known

@@ -32,6 +32,7 @@ from .expiry import SqlExpiry
 from .identity import SqlIdentity
 from .leases import SqlLeases
 from .queue import SqlQueue
+from .repeats import SqlRepeats
 from .rows import (
     AUDIT,
     EVENT,
@@ -49,7 +50,7 @@ from .webhooks import SqlWebhooks
 from .workers import SqlWorkers
 
 
-class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExpiry):
+class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExpiry, SqlRepeats):
     """See the module docstring."""
 
     # -- runs ------------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from corral.domain.records import (
 )
 from corral.errors import CorralError
 from corral.ports.queue import Charge, Ticket
+from corral.ports.repeats import KEY_LIFE_MS
 
 from . import reserving
 from .rows import (
@@ -88,7 +89,7 @@ def check_idempotency(idem: Idempotency) -> None:
 
 
 def _claim_key(tx: Tx, idem: Idempotency | None, resource_id: str) -> str | None:
-    """None if the key is new (now it belongs to `resource_id`), else the id of what it made before."""
+    """None if the key is new, or too old to count (now it belongs to `resource_id`), else the id of what it made before."""
     if idem is None:
         return None
     check_idempotency(idem)
@@ -98,8 +99,15 @@ def _claim_key(tx: Tx, idem: Idempotency | None, resource_id: str) -> str | None
         fresh = tx.rows(
             "INSERT INTO idempotency_key (tenant_id, route, request_key, body_digest, resource_id, created_at)"
             " VALUES (:tenant, :route, :key, :digest, :resource, :now)"
-            " ON CONFLICT (tenant_id, route, request_key) DO NOTHING RETURNING resource_id",
-            {**key, "digest": idem.body_digest, "resource": resource_id, "now": tx.now},
+            " ON CONFLICT (tenant_id, route, request_key) DO UPDATE SET body_digest = :digest, resource_id = :resource,"
+            " created_at = :now WHERE idempotency_key.created_at <= :old RETURNING resource_id",
+            {
+                **key,
+                "digest": idem.body_digest,
+                "resource": resource_id,
+                "now": tx.now,
+                "old": tx.now - KEY_LIFE_MS,
+            },
         )
         if fresh:
             return None

@@ -22,9 +22,11 @@ def upgrade() -> None:
     _expiry()
     _identity()
     _many_rows()
+    _repeats()
 
 
 def downgrade() -> None:
+    _no_repeats()
     _no_many_rows()
     _no_identity()
     _no_expiry()
@@ -78,6 +80,19 @@ def _int(name: str, *, default: int | None = None) -> sa.Column[Any]:
 def _index(name: str, table: str, *columns: str, only: str | None = None, unique: bool = False) -> None:
     where = sa.text(only) if only else None
     op.create_index(name, table, list(columns), unique=unique, sqlite_where=where, postgresql_where=where)
+
+
+# -- what is kept for a time --------------------------------------------------------------------------------------------------------
+
+
+def _repeats() -> None:
+    _index("ix_idempotency_key_created_at", "idempotency_key", "created_at")
+    _index("ix_webhook_delivery_done_at", "webhook_delivery", "done_at", only="done_at IS NOT NULL")
+
+
+def _no_repeats() -> None:
+    op.drop_index("ix_webhook_delivery_done_at", "webhook_delivery")
+    op.drop_index("ix_idempotency_key_created_at", "idempotency_key")
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------------------
