@@ -376,7 +376,9 @@ class Execs:
         except CorralError as error:
             if error.code == "shutting_down":
                 raise
-            return _ended_unseen(error)
+            # A row of an older copy may say less than has happened: it is not sent again, and whether it was is not known.
+            sent = record.state == "starting" or record.started_at is not None
+            return _ended_unseen(error, True if sent else None)
         finally:
             waiting.cancel()
 
@@ -538,14 +540,14 @@ def _not_started(error: CorralError) -> ExecFacts:
             return ExecFacts(None, infra=error.detail)
 
 
-def _ended_unseen(error: CorralError) -> ExecFacts:
+def _ended_unseen(error: CorralError, started: bool | None) -> ExecFacts:
     match error.code:
         case "not_found" | "sandbox_lost":
-            return ExecFacts(True, sandbox_lost=True)
+            return ExecFacts(started, sandbox_lost=True)
         case "guest_lost":
-            return ExecFacts(True, guest_lost=True)
+            return ExecFacts(started, guest_lost=True)
         case _:
-            return ExecFacts(True, infra=error.detail)
+            return ExecFacts(started, infra=error.detail)
 
 
 def _quoted(path: str) -> str:

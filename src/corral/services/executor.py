@@ -90,6 +90,8 @@ class _Flight:
     task: asyncio.Task[None] | None = None
     exec_id: str | None = None
     """Of the step that is under way."""
+    started: bool | None = False
+    """Whether code of the caller's has run since `built`, as far as is known; None once a frame may have been sent."""
 
 
 class Executor:
@@ -121,7 +123,7 @@ class Executor:
             user_id=caller.user_id,
             state="requested",
             request=self.queue.stored(document),
-            created_at=core.now_ms(),
+            created_at=core.store_ms(),  # compared with `regressed_ms`, whichever process that is of
             attached=request.attached,
             driver=core.worker,
         )
@@ -365,16 +367,18 @@ class Executor:
                 raise _Superseded from error
             reason = error.code if error.code in OUTCOMES else "infra_error"
             hint = f"{error.detail}; {error.hint}" if error.hint else error.detail
-            return without(reason, hint, error.facts.get("started", False))
+            started = flight.started if flight.started is not False else error.facts.get("started", False)
+            return without(reason, hint, started)
         except Exception as error:
             self._core.log(f"{flight.run.run_id}: {traceback.format_exc()}")
-            started = None if flight.run.exec_id is not None else False
-            return without("infra_error", f"an unexpected {type(error).__name__} in the service", started)
+            return without("infra_error", f"an unexpected {type(error).__name__} in the service", flight.started)
 
     async def _run(self, flight: _Flight, watch: Stopwatch) -> Json:
         core, run = self._core, flight.run
         request = parse_run(run.request, core.host, core.names)
-        if not await self._known_rows(run):  # else an earlier process began something: what became of it is the outcome
+        if await self._known_rows(run):  # an earlier process began something: what became of it is the outcome
+            flight.started = None
+        else:
             self._check(flight)
 
         # 2, 3: plan and guard; what is stored is replayed, never decided again
@@ -434,6 +438,7 @@ class Executor:
             if result["reason"] != "ok":
                 return result
             flight.built = build_document(made, result)
+            flight.started = None if "program" in rows else False
             watch.prepared()
         row = rows.get("program")
         _, result = await self._step(flight, request, view, "program", steps.run, steps.env, row, watch)
@@ -521,13 +526,14 @@ class Executor:
                 lease_version=fence_of(view).token,
                 state="starting",
                 spec={"step": step, "argv": list(argv)},
-                created_at=core.now_ms(),
+                created_at=core.store_ms(),
                 run_id=run.run_id,
                 step=step,
                 driver=core.worker,
             )
             record, after = await self._begin_exec(flight, record, view)
         flight.exec_id = record.exec_id
+        flight.started = None
         spec = ExecSpec(
             exec_id=record.exec_id,
             argv=argv,
@@ -567,6 +573,7 @@ class Executor:
         )
         faults.point("run.exec.after")
         verdict, hint, phase = outcome.verdict, None, "run"
+        flight.started = verdict.started
         if step == "build":
             phase = "build"
             if verdict.reason != "ok":

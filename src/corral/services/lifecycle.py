@@ -105,6 +105,8 @@ class Lifecycle:
         self._core = core
         self._execs = execs
         self._providing: dict[str, asyncio.Task[SandboxView]] = {}
+        self._made: dict[str, str | None] = {}
+        """Sandboxes whose row a `provide` has seen that goes on, or ended since the store did not answer -> the instance by then."""
         self._destroying: dict[str, tuple[asyncio.Task[SandboxView], asyncio.Event]] = {}
         self._seen: OrderedDict[str, SandboxView] = OrderedDict()
         """Views as last committed here, to decide over without a read: every commit compares the version again."""
@@ -418,9 +420,28 @@ class Lifecycle:
 
     async def _provide(self, wanted: Wanted, view: SandboxView | None) -> SandboxView:
         view = view or await self._core.store.get_sandbox(wanted.sandbox_id, None)
-        if view is None:
-            view, _ = await self.begin(wanted)
+        if view is None and wanted.sandbox_id in self._made:  # a second row would get a second body
+            raise await self._forgotten(wanted.sandbox_id)
+        try:
+            if view is None:
+                view, _ = await self.begin(wanted)
+            made = await self._bring(wanted, view)
+        except CorralError as error:
+            if error.code != "store_error":
+                self._made.pop(wanted.sandbox_id, None)
+            raise
+        self._made.pop(wanted.sandbox_id, None)
+        return made
+
+    async def _forgotten(self, sandbox_id: str) -> CorralError:
+        """The store was set back to before the sandbox's row: its half-made body goes, which nobody else will ever hear of."""
+        if (instance_id := self._made.pop(sandbox_id, None)) is not None:
+            await self._removed(instance_id, "forgotten")
+        return CorralError("infra_error", "the database was restored to a copy that does not know the sandbox")
+
+    async def _bring(self, wanted: Wanted, view: SandboxView) -> SandboxView:
         while True:
+            self._made[wanted.sandbox_id] = view.instance.instance_id if view.instance is not None else None
             try:
                 match view.sandbox.state:
                     case "requested":
@@ -447,9 +468,14 @@ class Lifecycle:
                     case _:
                         raise gone(view)
             except CorralError as error:
-                if error.code != "conflict":
+                if error.code not in ("conflict", "not_found"):
                     raise
-                view = await self.view(wanted.sandbox_id)
+                seen = await self._core.store.get_sandbox(wanted.sandbox_id, None)
+                if seen is None:
+                    raise await self._forgotten(wanted.sandbox_id) from error
+                if error.code == "not_found":
+                    raise
+                view = seen
 
     def _plan_instance(self, plan: Plan, wanted: Wanted) -> None:
         core, incarnation = self._core, plan.view.sandbox.incarnation + 1
@@ -737,7 +763,8 @@ class Lifecycle:
         self, sandbox_id: str, cause: str, audit: AuditRecord | None, event: str, condemned: asyncio.Event
     ) -> SandboxView:
         async def attempt(view: SandboxView) -> SandboxView:
-            return await self.fire(view, event, cause=cause, metadata={"cause": cause}, audit=audit)
+            why: Json = {} if event != "ttl" or view.sandbox.failure else {"failure": "ttl"}
+            return await self.fire(view, event, cause=cause, changes=why, metadata={"cause": cause}, audit=audit)
 
         view = await self.retrying(sandbox_id, attempt)
         condemned.set()
@@ -821,9 +848,13 @@ def gone(view: SandboxView) -> CorralError:
     """Why a sandbox that is ending or has ended cannot be used."""
     row = view.sandbox
     lost = row.state == "lost" or row.failure == "sandbox_lost"
+    ended = {
+        "ttl": "has reached the end of its ttl_s",
+        "idle_timeout": "was not used for its idle_timeout_s and has ended",
+    }
     return CorralError(
         "sandbox_lost" if lost else "sandbox_deleted",
-        f"the sandbox {row.sandbox_id} " + ("is lost" if lost else "was deleted"),
+        f"the sandbox {row.sandbox_id} " + ("is lost" if lost else ended.get(row.failure or "", "was deleted")),
         hint="create a new one",
     )
 

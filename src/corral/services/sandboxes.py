@@ -249,7 +249,7 @@ class Sandboxes:
             lease_version=fence_of(view).token,
             state="starting",
             spec=_stored(request, limits),
-            created_at=core.now_ms(),
+            created_at=core.store_ms(),
             attached=request.attached,
             driver=core.worker,
         )

@@ -48,6 +48,8 @@ class Workers:
         self._high_water = 0
         self._count = 0
         """Beats that are in the store."""
+        self._older = False
+        """The store was found to be older than our last beat, and the others have not been told yet."""
         self._regression_ms = 0
         """Of `Core.regressed_ms`, what has been dealt with."""
         self._joined = False
@@ -120,18 +122,19 @@ class Workers:
         rows = await core.store.workers()
         # Our last beat is in the store, else it is older than this beat. The events alone would not tell: others write new ones.
         mine = next((row.facts.get("beat", 0) for row in rows if row.worker_id == core.worker), 0)
-        older = mine < self._count
+        self._older = self._older or mine < self._count
         at = asyncio.get_running_loop().time()
         ttl_ms = round(core.delays["worker_ttl_s"] * 1000)
         facts = {"pid": os.getpid(), "node_id": core.node.node_id, "beat": self._count + 1}
         beat = await core.store.beat(core.worker, ttl_ms, facts, core.watchers.watched, ttl_ms)
         core.beaten(at, beat)
         self._count += 1
-        if older or beat.last_event_id < self._high_water:
+        if self._older or beat.last_event_id < self._high_water:
             core.log("the store is older than it was: it was restored from a copy")
             core.set_back()
             for hook in self.on_regression:
                 await hook()
+            self._older = False
         self._high_water = beat.last_event_id
         if core.regressed_ms > self._regression_ms:
             at_ms = core.regressed_ms
@@ -274,7 +277,7 @@ class Workers:
             if run is None or run.state == "finished":
                 self._remove(view)
             return
-        work = self._lifecycle.provide(self._lifecycle.wanted_of(view))
+        work = self._lifecycle.provide(self._lifecycle.wanted_of(view), view)
         self._core.spawn(_quietly(work), f"{row.sandbox_id} brought on")
 
     async def compare(self) -> None:
