@@ -418,7 +418,7 @@ class Leases:
             flags = ["evidence_ok"]
             if row.tainted:
                 flags.append("tainted")
-            if row.expires_at > self._core.now_ms():
+            if row.expires_at > self._core.store_ms():
                 flags.append("session_alive")
             done = lifecycle.finishing(("settle", "fence", "fence_adopt"), {"ok": True})
             lifecycle.step(plan, "settled", flags, cause="settled", done=(done,))

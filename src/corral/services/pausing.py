@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from corral import faults
 from corral.domain.fence import Fence
-from corral.domain.lease import BETWEEN, is_system, key_of
+from corral.domain.lease import BETWEEN, REGRESSED, is_system, key_of
 from corral.domain.lease import lost as lease_lost
 from corral.domain.records import AuditRecord, SandboxView
 from corral.errors import CorralError
@@ -164,7 +164,14 @@ class Pausing:
             metadata={} if failed is None else outcome,
             done=(self._lifecycle.finishing(("fence",), outcome),),
         )
-        return await self._lifecycle.commit(plan)
+        holder = plan.view.lease.lease_owner if plan.view.lease is not None else None
+        if plan.view.sandbox.state == "leased" and is_system(holder) and holder != REGRESSED:
+            # The last of what was kept for a released lease ended while it stood still: what row 27 does to one that runs.
+            self._lifecycle.step(plan, "release", cause="settled")
+        after = await self._lifecycle.commit(plan)
+        if after.sandbox.state == "recycling":
+            self._lifecycle.on_recycling(after.sandbox.sandbox_id)
+        return after
 
 
 def check_holder(view: SandboxView, caller: Caller, lease: str | None) -> None:

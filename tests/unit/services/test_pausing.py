@@ -190,6 +190,34 @@ async def test_a_lease_that_runs_out_while_paused_leaves_a_paused_sandbox_that_a
     assert (await run(world, box, "print", "mine")).document["result"]["stdout"]["text"] == "mine"
 
 
+@pytest.mark.parametrize("word", ["resume", "failed pause"])
+async def test_what_was_kept_and_ends_while_it_is_paused_is_settled_when_it_goes_on(world, box, until, word):
+    lease = (await world.call("POST", f"/v1/sandboxes/{box}/attach", {"owner": "s/1"})).document["lease"]
+    route = f"/v1/sandboxes/{box}/execs"
+    document = {"argv": ["sleep"], "wait": False, "attached": False}
+    begun = (await world.call("POST", route, document, h_corral_lease=lease)).document
+    await until(lambda: world.node.starts)
+    release = await world.call("POST", f"/v1/sandboxes/{box}/release", {"keep": True}, h_corral_lease=lease)
+    assert release.document["state"] == "running", release.document
+    if word == "resume":
+        assert (await turn(world, box, "pause")).document["state"] == "paused"
+        await world.call("POST", f"/v1/execs/{begun['id']}/cancel", None)
+        await turn(world, box, "resume")
+    else:
+        world.node.turn_gate = asyncio.Event()
+        world.node.turn_error = CorralError("infra_error", "the freezer does not answer")
+        call = asyncio.create_task(turn(world, box, "pause"))
+        await until(lambda: world.node.turns)
+        await world.call("POST", f"/v1/execs/{begun['id']}/cancel", None)
+        world.node.turn_gate.set()
+        assert (await call).status >= 500
+    for _ in range(500):
+        if await state_of(world, box) == "idle":
+            break
+        await asyncio.sleep(0.01)
+    assert await state_of(world, box) == "idle", "nobody has it, so it is for the next one"
+
+
 async def test_a_runtime_that_cannot_pause_and_the_sandbox_of_a_run_are_refused(world, box):
     started = (await world.call("POST", "/v1/runs", {"command": ["sleep"]}, wait="0")).document
     for _ in range(500):
