@@ -62,6 +62,14 @@ class Held:
         return Fence(self.view.sandbox.incarnation, self.lease.lease_version)
 
 
+@dataclass
+class _Asked:
+    """What was asked for under an idempotency key, and how many calls wait for it."""
+
+    task: asyncio.Task[Held]
+    waiting: int = 0
+
+
 def held_by_another(sandbox_id: str, until_ms: int | None, now_ms: int) -> CorralError:
     """`lease_held`, with when to try again."""
     left_s = 1 if until_ms is None else max(1, min(60, math.ceil((until_ms - now_ms) / 1000)))
@@ -79,26 +87,35 @@ class Leases:
         self._settling: dict[str, asyncio.Task[None]] = {}
         self._renewals: list[tuple[Renewal, asyncio.Future[tuple[int, LeaseRecord]]]] = []
         self._renewing = False
-        self._recent: dict[tuple[str, str], asyncio.Task[Held]] = {}
+        self._recent: dict[tuple[str, str, str, str, Wish], _Asked] = {}
         lifecycle.on_recycling = self.settle_later
 
     # -- acquire ---------------------------------------------------------------------------------------------------------------
     async def attach(self, caller: Caller, sandbox_id: str, wish: Wish, key: str | None = None) -> Held:
-        """`acquire`; asked for again under the same key, such as after a broken connection, it is the same lease."""
+        """`acquire`; asked for again under the same key, such as after a broken connection, it is the same lease.
+
+        Only of the same caller: another one's owner of this name is somebody else. When nobody waits for it any more it is given up, so
+        that no client that is gone gets the sandbox, or takes it from its own next call.
+        """
         if key is None:
             return await self.acquire(caller, sandbox_id, wish)
-        name = (caller.tenant_id, f"{sandbox_id} {key} {wish}")
-        task = self._recent.get(name)
-        if task is None:
-            task = self._recent[name] = self._core.spawn(self.acquire(caller, sandbox_id, wish), f"{sandbox_id} attach")
+        name = (caller.tenant_id, caller.owner, sandbox_id, key, wish)
+        asked = self._recent.get(name)
+        if asked is None:
+            task = self._core.spawn(self.acquire(caller, sandbox_id, wish), f"{sandbox_id} attach")
+            asked = self._recent[name] = _Asked(task)
             if len(self._recent) > 1000:
                 del self._recent[next(iter(self._recent))]
+        asked.waiting += 1
         try:
-            held = await asyncio.shield(task)
-        except BaseException:
-            self._recent.pop(name, None)
-            raise
-        return held
+            return await asyncio.shield(asked.task)
+        finally:
+            asked.waiting -= 1
+            if not asked.waiting and not asked.task.done():
+                asked.task.cancel()
+            got = asked.task.done() and not asked.task.cancelled() and asked.task.exception() is None
+            if not got and not asked.waiting and self._recent.get(name) is asked:
+                del self._recent[name]
 
     async def acquire(self, caller: Caller, sandbox_id: str, wish: Wish) -> Held:
         """The sandbox under a lease of the asker, from whatever state it is in. See `domain.contention` for who gets it."""

@@ -165,6 +165,37 @@ async def test_the_same_owner_that_asks_again_gets_a_new_token_and_a_repeated_ca
     assert one == two
 
 
+async def test_the_idempotency_key_of_one_caller_gives_another_one_nothing(world):
+    box = await made(world)
+    key = {"idempotency-key": "k1"}
+    assert (await attach(world, box, headers=key)).status == 200
+    assert code(await attach(world, box, "s/1", Caller(owner="key:another"), key)) == "lease_held"
+
+
+async def test_a_call_that_nobody_waits_for_any_more_gets_nothing_and_takes_nothing(world, until):
+    box = await made(world)
+    first = (await attach(world, box, "s/1")).document["lease"]
+    key = {"idempotency-key": "k1"}
+    wish = {"contention": "wait", "wait_s": 60}
+    for _ in range(2):
+        gone = asyncio.create_task(attach(world, box, "s/2", headers=key, **wish))
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+    leaving, staying = (asyncio.create_task(attach(world, box, "s/2", headers=key, **wish)) for _ in range(2))
+    await asyncio.sleep(0.05)
+    leaving.cancel()
+    assert (await with_lease(world, "POST", f"/v1/sandboxes/{box}/release", first, {})).status == 200
+    held = (await staying).document
+    assert held["owner"] == "s/2"
+    await asyncio.sleep(0.1)
+    shown = (await world.call("GET", f"/v1/sandboxes/{box}")).document
+    assert shown["lease"]["lease"] == held["lease"], "nobody has taken it from its holder"
+    assert [e["metadata"].get("owner") for e in shown["history"] if e["event"] == "acquire"].count("s/2") == 1
+    renewed = await with_lease(world, "POST", f"/v1/sandboxes/{box}/renew", held["lease"], {"owner": "s/2"})
+    assert renewed.status == 200
+
+
 async def test_a_released_sandbox_is_settled_before_it_is_idle(world, until):
     box = await made(world)
     [instance] = world.node.live
