@@ -37,6 +37,7 @@ SYSTEM = {
     "zstd": ("zstd", "archives that are packed with zstd"),
     "openssl": ("openssl", "a service behind TLS"),
     "initdb": ("postgresql", "the store on PostgreSQL"),
+    "/usr/lib/*/libnss_wrapper.so": ("libnss-wrapper", "PostgreSQL for a user without a name"),
     "redis-server": ("redis-server", "coordination by Redis"),
     "faketime": ("faketime", "clocks that jump"),
 }
@@ -112,11 +113,20 @@ class Stages:
         return 1 if self.failed else 0
 
 
+def _missing(path: str) -> dict[str, tuple[str, str]]:
+    """What of SYSTEM is not there: programs by their names, other files by where they may lie."""
+    return {
+        name: what
+        for name, what in SYSTEM.items()
+        if not (glob.glob(name) if name.startswith("/") else shutil.which(name, path=path))
+    }
+
+
 def system_packages() -> bool:
     """Install what is missing, as root; else say what will not be shown. -> True if all of it is here."""
     # Debian keeps the programs of PostgreSQL beside PATH, in a directory for each version.
     path = ":".join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", *glob.glob("/usr/lib/postgresql/*/bin")])
-    missing = {name: what for name, what in SYSTEM.items() if shutil.which(name, path=path) is None}
+    missing = _missing(path)
     if missing and os.geteuid() == 0 and shutil.which("apt-get"):
         packages = sorted({package for package, _ in missing.values()})
         print(f"== system packages: {' '.join(packages)}", flush=True)
@@ -126,7 +136,7 @@ def system_packages() -> bool:
             subprocess.run(["apt-get", "update", "-q"], env=environment, stdout=null)
             for package in packages:  # one by one: one that this release lacks must not keep the others out
                 subprocess.run([*install, package], env=environment, stdout=null)
-        missing = {name: what for name, what in missing.items() if shutil.which(name, path=path) is None}
+        missing = _missing(path)
     for name, (package, what) in missing.items():
         print(f"not shown: {what} ({name} is missing; apt-get install {package})")
     if os.geteuid() != 0:
