@@ -4,6 +4,10 @@ A frame is `[kind, call, ...]`; the caller counts its calls. The callee answers 
 `PROGRESS`. Streams go beside it, either way: `ITEM`s, then `END` (with a problem when the source failed); the sender of a stream has
 `WINDOW` bytes of credit, and gets more by `CREDIT` as the receiver's reader takes what has come: one that is slow keeps at most that much
 waiting. `CANCEL` from the caller ends a call whose answer nobody wants any more. The first frame of either side is `HELLO`.
+
+A peer that hangs closes nothing. Who `watch`es sends a `PING` with each beat, which the other side's loop answers by `PONG` however long
+its calls take; after `SILENT_BEATS` of them without a byte the connection counts as broken. Beats of our own loop are counted, not time:
+one that stood still itself has not listened.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ from typing import Any
 from corral.errors import CorralError
 from corral.wire.codec import pack, unpack
 
-HELLO, CALL, RESULT, ERROR, ITEM, END, CREDIT, CANCEL, PROGRESS = range(9)
+HELLO, CALL, RESULT, ERROR, ITEM, END, CREDIT, CANCEL, PROGRESS, PING, PONG = range(11)
 VERSIONS = (1, 1)
 """First and last version of the protocol that is spoken here."""
 MAX_FRAME = 1024 * 1024 * 1024
 """Four times the longest answer under the policy as it comes: the kept output of an exec at its largest limit goes in one."""
+BEAT_S = 5.0
+SILENT_BEATS = 4
 WINDOW = 256 * 1024
 PIECE = 64 * 1024
 """Longer blocks of bytes are sent in pieces."""
@@ -39,6 +45,8 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._flowing = asyncio.Event()
         self._flowing.set()
+        self._silent = 0
+        self._beat: asyncio.TimerHandle | None = None
         self.open = False
 
     # -- asyncio.Protocol --------------------------------------------------------------------------------------------------
@@ -52,6 +60,7 @@ class Link(asyncio.Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self._silent = 0
         buffer = self._buffer
         buffer += data
         at = 0
@@ -64,7 +73,10 @@ class Link(asyncio.Protocol):
                 break
             try:
                 frame = unpack(bytes(memoryview(buffer)[at + 4 : at + 4 + length]))
-                self._frame(frame)
+                if frame[0] == PING:
+                    self.send(PONG, 0)
+                elif frame[0] != PONG:
+                    self._frame(frame)
             except (ValueError, TypeError, IndexError, KeyError):  # not of our protocol
                 self.abort()
                 return
@@ -79,6 +91,8 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
+        if self._beat is not None:
+            self._beat.cancel()
         self._flowing.set()
         self._gone()
 
@@ -103,6 +117,18 @@ class Link(asyncio.Protocol):
             )
         if self.open and self._transport is not None:
             self._transport.write(len(packed).to_bytes(4, "big") + packed)
+
+    def watch(self) -> None:
+        """From now on a peer that says nothing at all is gone."""
+        self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beats)
+
+    def _beats(self) -> None:
+        if self._silent >= SILENT_BEATS:
+            self.abort()
+        elif self.open:
+            self._silent += 1
+            self.send(PING, 0)
+            self.watch()
 
     async def flows(self) -> None:
         """Wait while the peer does not read."""

@@ -1,10 +1,10 @@
 """The node port over a unix socket: the node is a process of its own (`corral node serve`), which many workers use at once.
 
-All calls share one connection. When it breaks, calls are repeated on the next one, for `patience_s` and at most `SENDS` times; then they
-fail with `node_unavailable`. What a second time would do something else (`wire.methods.ONCE`) is not repeated once it was sent, nor is a
-call whose stream of bytes has begun to flow. `wait_exec` and `lost` wait for the node as long as it takes: that nobody answers says nothing
-about sandboxes. Output of an exec goes on at its cursor. Notices of `lost` reach one of the workers that listen, and another one if
-that goes away before it has asked for the next.
+All calls share one connection. When it breaks, or the node has been silent for about 20 s (it answers beats whatever else it does), calls
+are repeated on the next one, for `patience_s` and at most `SENDS` times; then they fail with `node_unavailable`. What a second time would
+do something else (`wire.methods.ONCE`) is not repeated once it was sent, nor is a call whose stream of bytes has begun to flow. `wait_exec`
+and `lost` wait for the node as long as it takes: that nobody answers says nothing about sandboxes. Output of an exec goes on at its cursor.
+Notices of `lost` reach one of the workers that listen, and another one if that goes away before it has asked for the next.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class RemoteNode:
         self._fresh_s = fresh_s
         self._connection: _Connection | None = None
         self._connecting = asyncio.Lock()
+        self._refused: tuple[float, OSError] | None = None
+        """When a connection was last tried in vain, and why."""
         self._closed = False
         self._can: frozenset[str] | None = None
         self._kept: dict[Any, tuple[float, Any]] = {}
@@ -175,12 +177,17 @@ class RemoteNode:
             if (connection := self._connection) is not None and connection.link.open:
                 return connection
             failed: OSError | None = None
+            asked = time.monotonic()
             async with self._connecting:
                 if self._connection is None or not self._connection.link.open:
-                    try:
-                        self._connection = await self._connect()
-                    except OSError as error:
-                        failed = error
+                    if self._refused is not None and self._refused[0] >= asked:
+                        failed = self._refused[1]  # of many who wait for a node that hangs each would wait in turn
+                    else:
+                        try:
+                            self._connection = await self._connect()
+                        except OSError as error:
+                            failed = error
+                            self._refused = time.monotonic(), error
             if failed is None:
                 continue
             if until is not None and time.monotonic() >= until:
@@ -287,6 +294,7 @@ class _Connection:
         except TimeoutError as error:
             raise TimeoutError("the node says nothing") from error
         agreed(hello["versions"])
+        self.link.watch()
         return hello
 
     def begin(self, name: str, arguments: dict[str, Any], call: _Call, *, source: bool = False) -> int:
