@@ -97,16 +97,27 @@ def _encoded(value: Any) -> tuple[bytes | None, int]:
 def parsed(url: str) -> dict[str, Any]:
     """The parts of a database URL. What is wrong is told without repeating it: it may hold a password."""
     try:
-        parts = conninfo_to_dict(url)
+        found = conninfo_to_dict(url)
     except psycopg.Error:
+        found = None
+    parts = {name: value for name, value in (found or {}).items() if value is not None}
+    if found is None or _misread(url, parts):
         raise CorralError(
             "invalid_value",
             "the database URL cannot be read",
             hint="write postgresql://USER:PASSWORD@HOST:PORT/DATABASE, with % for special characters in the password",
             field="database_url",
             retryable=False,
-        ) from None
-    return {name: value for name, value in parts.items() if value is not None}
+        )
+    return parts
+
+
+def _misread(url: str, parts: Mapping[str, Any]) -> bool:
+    """Whether a special character of a password, written as it is, has made a port or a database of what follows it."""
+    if not all(port.isdigit() for port in str(parts.get("port", "0")).split(",") if port):
+        return True
+    at_signs = url.count("@") - ("user" in parts)
+    return "://" in url and at_signs > 0 and any("@" in str(parts.get(name, "")) for name in ("host", "port", "dbname"))
 
 
 def described(url: str) -> str:

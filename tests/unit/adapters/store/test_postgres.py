@@ -80,6 +80,41 @@ def test_names_become_numbers_but_in_quoted_text_and_casts() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://corral:seCret/x@host/db",  # read as the port "seCret" of the host "corral"
+        "postgresql://corral:123/seCret@host/db",  # as the database "seCret@host/db"
+        "postgresql://corral:12/seCret@host:5432/db",
+        "postgresql://corral:x@seCret@host/db",
+        "postgresql://corral:seCret/",
+        "postgresql://corral:se Cret@host/db",
+    ],
+)
+def test_a_password_that_is_not_encoded_is_not_taken_for_a_place_and_shown(url: str) -> None:
+    for ask in (described, PostgresStore):
+        with pytest.raises(CorralError) as caught:
+            ask(url)
+        assert caught.value.code == "invalid_value" and "with % for special characters" in (caught.value.hint or "")
+        told = (str(caught.value), repr(caught.value.__cause__), repr(caught.value.__context__))
+        assert not any("Cret" in text for text in told), told
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://a:p%40q%2F@h:1/d", "postgresql://a@h:1/d"),
+        ("postgresql://a:p?q#@h/d", "postgresql://a@h/d"),
+        ("postgresql://a@h1:1,h2:2/d", "postgresql://a@h1,h2:1,2/d"),
+        ("postgresql://a@h/d%40e", "postgresql://a@h/d@e"),
+        ("host=h dbname=a@b password=p", "postgresql://h/a@b"),
+        ("postgresql://", "postgresql:///"),
+    ],
+)
+def test_other_urls_are_shown_without_what_is_secret(url: str, shown: str) -> None:
+    assert described(url) == shown
+
+
 def test_a_password_is_never_shown(own_server: PostgresServer, caplog: pytest.LogCaptureFixture) -> None:
     url = own_server.url("corral_none", tcp=True)
     assert described(url) == f"postgresql://corral@127.0.0.1:{own_server.port}/corral_none"
