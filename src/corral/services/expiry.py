@@ -20,7 +20,7 @@ from corral.services.events import Caller
 from corral.services.execs import fence_of, instance_of
 from corral.services.leases import ttl_of
 from corral.services.lifecycle import ENDING, MARGIN_S, Lifecycle, Plan, gone
-from corral.services.pausing import check_holder
+from corral.services.pausing import check_holder, check_runs
 
 Json = dict[str, Any]
 FRESH_MS = 1000
@@ -133,6 +133,8 @@ class Expiry:
             if row.state in ENDING:
                 raise gone(view)
             check_holder(view, caller, lease)
+            if lease is not None:
+                check_runs(seen)
             if row.one_shot:
                 raise CorralError("illegal_transition", f"the sandbox {sandbox_id} belongs to a run, and ends with it")
             changes: Json = {}

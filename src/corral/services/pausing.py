@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from corral import faults
 from corral.domain.fence import Fence
-from corral.domain.lease import BETWEEN, REGRESSED, is_system, key_of
+from corral.domain.lease import BETWEEN, REGRESSED, expired, is_system, key_of
 from corral.domain.lease import lost as lease_lost
 from corral.domain.records import AuditRecord, SandboxView
 from corral.errors import CorralError
+from corral.ports.leases import Seen
 from corral.services.control import Core
 from corral.services.events import Caller
 from corral.services.execs import fence_of, instance_of
@@ -65,6 +66,9 @@ class Pausing:
                     hint = "sandboxes that were created, or kept, can be paused"
                     raise CorralError("illegal_transition", detail, hint=hint)
                 check_holder(view, caller, lease)
+                seen = None if lease is None else await core.store.see_sandbox(sandbox_id, caller.tenant_id)
+                if seen is not None:
+                    check_runs(seen)
                 if state == "paused" if event == "pause" else state in ("leased", "running", "idle"):
                     return view
                 if state in ("pausing", "resuming"):
@@ -188,6 +192,12 @@ def check_holder(view: SandboxView, caller: Caller, lease: str | None) -> None:
     elif holder is not None and not is_system(holder) and (key_of(holder) != caller.owner or BETWEEN in holder):
         assert view.lease is not None
         raise held_by_another(view.sandbox.sandbox_id, view.lease.expires_at, view.lease.heartbeat_at)
+
+
+def check_runs(seen: Seen) -> None:
+    """`lease_lost` once the lease has run out by the store's clock, whether or not that has been committed yet."""
+    if seen.view.lease is not None and expired(seen.view.lease, seen.now_ms):
+        raise lease_lost(f"the lease {fence_of(seen.view)} had expired")
 
 
 async def _result(task: asyncio.Task[SandboxView]) -> SandboxView:

@@ -175,6 +175,26 @@ async def test_only_the_holder_pauses(world, box):
     assert (await turn(world, "sbx_01aaaaaaaaaaaaaaaaaaaaaaaa", "pause")).status == 404
 
 
+@pytest.mark.parametrize("what", ["pause", "resume", "patch"])
+async def test_a_lease_that_has_run_out_changes_nothing_even_before_that_is_committed(world, box, what, monkeypatch):
+    held = (await world.call("POST", f"/v1/sandboxes/{box}/attach", {"owner": "s/1", "ttl_s": 30})).document
+    if what == "resume":
+        assert (await turn(world, box, "pause", h_corral_lease=held["lease"])).status == 200
+    before = (await look(world, box))["state"]
+
+    async def later(sandbox_id, tenant_id, see=world.store.see_sandbox):
+        seen = await see(sandbox_id, tenant_id)
+        return replace(seen, now_ms=seen.view.lease.expires_at)  # the first millisecond at which it is nobody's
+
+    monkeypatch.setattr(world.store, "see_sandbox", later)
+    if what == "patch":
+        late = await patch(world, box, ttl_s=50, h_corral_lease=held["lease"])
+    else:
+        late = await turn(world, box, what, h_corral_lease=held["lease"])
+    assert (late.status, late.document["code"]) == (409, "lease_lost"), late.document
+    assert (await look(world, box))["state"] == before
+
+
 async def test_a_lease_that_runs_out_while_paused_leaves_a_paused_sandbox_that_anybody_resumes(world, box, until):
     held = (await world.call("POST", f"/v1/sandboxes/{box}/attach", {"owner": "s/1", "ttl_s": 1})).document
     assert (await turn(world, box, "pause", h_corral_lease=held["lease"])).status == 200
@@ -270,12 +290,21 @@ async def test_a_sandbox_that_nobody_uses_ends_and_says_why(world):
     world.offset_ms += 1_000
     found = await until_ended(world, box)
     assert found["failure"] == "idle_timeout"
+    assert "not used for its idle_timeout_s" in (await turn(world, box, "pause")).document["detail"]
     assert [e["metadata"]["row"] for e in found["history"] if e["event"] in ("lease_expired", "settled")] == [
         "19",
         "33",
     ]
     assert await state_of(world, other) == "leased"
     assert (await run(world, box, "print", "x")).document["code"] == "sandbox_deleted"
+
+
+async def test_a_sandbox_whose_time_is_over_says_so(world):
+    box = await make(world, ttl_s=60)
+    world.offset_ms += 60_000
+    assert (await until_ended(world, box))["failure"] == "ttl"
+    refused = (await run(world, box, "print", "x")).document
+    assert refused["code"] == "sandbox_deleted" and "the end of its ttl_s" in refused["detail"]
 
 
 async def test_each_use_starts_it_anew_and_a_program_that_runs_is_use(world):
