@@ -35,6 +35,7 @@ def test_an_empty_one_is_made_and_then_good(corral: Call, state: Path) -> None:
     good = corral("db", "check", "--json")
     assert good.status == 0 and good.json["good"] and good.json["problems"] == []
     assert good.json["database"] == str(state / "corral.db") and good.json["rows"]["run"] == 0
+    assert good.json["rows"]["api_key"] == good.json["rows"]["run_queue"] == 0
     assert corral("db", "check").status == 0
 
 

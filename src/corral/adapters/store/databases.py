@@ -16,7 +16,9 @@ from corral.ports.database import Health
 
 from . import migrate
 
-COUNTED = ("tenant", "run", "sandbox", "exec", "instance", "sandbox_command", "sandbox_event", "audit")
+COUNTED = ("tenant", "api_key", "run", "sandbox", "exec", "instance", "sandbox_command", "sandbox_event", "audit")
+COUNTED_NOW = ("run_queue", "webhook_delivery", "worker")
+"""Not in every version."""
 _OF_NO_SANDBOX = "NOT EXISTS (SELECT 1 FROM sandbox s WHERE s.sandbox_id = t.sandbox_id)"
 # What the transactions never leave, whatever the version: a row of these tells of a hand or a disk that was at the file.
 RULES = (
@@ -38,7 +40,8 @@ Ask = Callable[[str], list[tuple[Any, ...]]]
 def _looked(where: str, version: str | None, ask: Ask, more: Callable[[], list[str]]) -> Health:
     if version is None:
         return Health(where, None, migrate.HEAD, {}, ())
-    rows = {table: int(ask(f"SELECT COUNT(*) FROM {table}")[0][0]) for table in COUNTED}  # noqa: S608 - names of ours
+    tables = COUNTED + (COUNTED_NOW if version == migrate.HEAD else ())
+    rows = {table: int(ask(f"SELECT COUNT(*) FROM {table}")[0][0]) for table in tables}  # noqa: S608 - names of ours
     problems = more()
     for what, table, rule in RULES:
         [(count,)] = ask(f"SELECT COUNT(*) FROM {table} WHERE {rule}")  # noqa: S608 - texts of this module
