@@ -48,13 +48,9 @@ def _programs() -> Path:
 
 
 def _other_user() -> list[str]:
-    """The words before a command that make it an ordinary user's who has a name: PostgreSQL will be no other."""
+    """The words before a command that make it an ordinary user's."""
     if os.geteuid() != 0:
-        with contextlib.suppress(KeyError):
-            pwd.getpwuid(os.geteuid())
-            return []
-        user = _account()  # what it takes itself for, in a namespace; outside it is who we are
-        return ["unshare", "--user", f"--map-user={user.pw_uid}", f"--map-group={user.pw_gid}", "--"]
+        return []
     user = _account()
     return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups", "--"]
 
