@@ -16,7 +16,7 @@ from typing import Any
 from corral.api import sse
 from corral.api.auth import Gate, Watch, refused
 from corral.api.keys import AdminKey
-from corral.api.problems import problem, read_body
+from corral.api.problems import discreet, problem, read_body
 from corral.api.routes import Reply, Request, dispatch
 from corral.api.turns import Turns
 from corral.errors import CorralError
@@ -152,7 +152,7 @@ class Application:
             try:
                 caller = await self._gate.caller(request, (scope.get("client") or ("",))[0])
             except CorralError as error:
-                return error, NOBODY
+                return discreet(error), NOBODY
         if len(request.path) + len(scope.get("query_string", b"")) > MAX_TARGET:
             hint = "what is long belongs into the body"
             return CorralError("url_too_long", f"the URL has more than {MAX_TARGET} bytes", hint=hint), NOBODY

@@ -28,7 +28,7 @@ from corral.api.calls import (
     seconds_of,
     until_stop,
 )
-from corral.api.problems import MAX_BODY, problem, read_body
+from corral.api.problems import MAX_BODY, discreet, problem, read_body
 from corral.api.rate import check_rate
 from corral.domain.identity import ADMIN, READ, RUN, check_may
 from corral.domain.quantities import shown
@@ -58,7 +58,8 @@ async def dispatch(services: Services, request: Request) -> Reply:
             services.core.check_accepting()
         return await route.handler(services, request, **parts)
     except CorralError as error:
-        status, document, headers = problem(services.core.as_seen(error))
+        seen = services.core.as_seen(error)
+        status, document, headers = problem(seen if ADMIN in request.caller.scopes else discreet(seen))
         return Reply(status, document, headers, media_type="application/problem+json")
     except Exception as error:
         services.core.log(f"unexpected: {request.method} {request.path}: {traceback.format_exc()}")

@@ -232,3 +232,16 @@ async def test_once_the_last_transfer_has_ended_a_kept_connection_begins_no_othe
         assert (status, json.loads(body)["code"], fields["connection"]) == (503, "shutting_down", "close")
         assert begun == ["download"] and application.transfers == {}
         writer.close()
+
+
+async def test_a_stranger_is_not_told_where_the_store_is(application: Any, port: int, monkeypatch: Any) -> None:
+    async def lost(*_: Any) -> Any:
+        raise CorralError("store_error", "postgresql://user@10.0.0.5/corral does not answer", retry_after_s=7)
+
+    monkeypatch.setattr(application._gate, "caller", lost)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(ASK + b"\r\n")
+    status, fields, body = await said(reader)
+    assert (status, json.loads(body)["code"], fields["retry-after"]) == (503, "store_error", "7")
+    assert b"10.0.0.5" not in body
+    writer.close()

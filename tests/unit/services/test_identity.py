@@ -312,3 +312,17 @@ async def test_another_worker_s_second_tenant_is_heard_of(world: World, monkeypa
         while not core.policy.shared:
             await asyncio.sleep(0.01)
     follow.cancel()
+
+
+async def test_only_the_operator_is_told_where_the_store_is(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = await made(world)
+    caller = await enters(world, key["key"])
+
+    async def lost(*_: Any, **__: Any) -> Any:
+        raise CorralError("store_error", "postgresql://user@10.0.0.5/corral does not answer", hint="is it there?")
+
+    monkeypatch.setattr(world.store, "list_runs", lost)
+    told = (await call(world, "GET", "/v1/runs", caller=caller)).document
+    assert told is not None and (told["code"], told["retryable"]) == ("store_error", True)
+    assert "10.0.0.5" not in str(told) and "user" not in str(told)
+    assert "10.0.0.5" in str((await call(world, "GET", "/v1/runs")).document)
