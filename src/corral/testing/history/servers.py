@@ -82,15 +82,22 @@ class Redis:
             self.process.wait()
 
 
+def _has_name() -> bool:
+    try:
+        return bool(pwd.getpwuid(os.geteuid()))
+    except KeyError:
+        return False
+
+
 class Postgres:
-    """On a unix socket in its directory. As root it runs as another user, since it refuses to be root."""
+    """On a unix socket in its directory. It refuses to be root, and to be a user without a name: then it runs as another one."""
 
     def __init__(self, directory: Path) -> None:
         self._data = directory / "pg"
         self._sockets = directory / "pgs"
         self._log = directory / "postgres.log"
         self._bins = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if (path / "initdb").exists()]
-        self._user = self._account() if os.geteuid() == 0 else None
+        self._user = self._account() if os.geteuid() == 0 or not _has_name() else None
         self.process: subprocess.Popen[bytes] | None = None
 
     @staticmethod
@@ -103,13 +110,15 @@ class Postgres:
     def _as_user(self) -> list[str]:
         if self._user is None:
             return []
+        if os.geteuid() != 0:  # what it takes itself for, in a namespace; outside it is who we are
+            return ["unshare", "--user", f"--map-user={self._user.pw_uid}", f"--map-group={self._user.pw_gid}", "--"]
         return ["setpriv", f"--reuid={self._user.pw_uid}", f"--regid={self._user.pw_gid}", "--clear-groups", "--"]
 
     def make(self) -> None:
         """An empty cluster."""
         for place in (self._data, self._sockets):
             place.mkdir(mode=0o700)
-            if self._user is not None:
+            if self._user is not None and os.geteuid() == 0:
                 os.chown(place, self._user.pw_uid, self._user.pw_gid)
         words = ["-D", str(self._data), "-U", "corral", "-A", "trust", "-E", "UTF8", "--locale=C.UTF-8", "--no-sync"]
         done = subprocess.run(
