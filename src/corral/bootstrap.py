@@ -29,6 +29,7 @@ from corral.errors import CorralError
 if TYPE_CHECKING:
     import ssl
 
+    from corral.adapters.store.postgres_hold import PostgresHold
     from corral.api.asgi import Application
     from corral.api.keys import AdminKey
     from corral.api.routes import Reply
@@ -87,6 +88,7 @@ class Owner:
         self._services: Services | None = None
         self._node: Node | None = None
         self._store: Store | None = None
+        self._hold: PostgresHold | None = None
         self._listener = listener
         self._applications: list[Application] = []
         self._servers: list[tuple[Any, asyncio.Task[None]]] = []
@@ -113,12 +115,35 @@ class Owner:
 
     async def _start(self, progress: Progress | None) -> None:
         self._listener = bind_socket(self._settings.state_dir)
+        await self._take_hold()
         self._store = make_store(self._settings)
         await self._store.open()
         self._node = await reach_node(self._settings, self._store)
         await self._node.open(progress)
         await self._compose(self._store, self._node, progress)
         self._loop.add_reader(self._listener.fileno(), self._first_connection)
+
+    async def _take_hold(self) -> None:
+        """A database that others can reach is driven by this process alone, or by workers who share it; `state_locked` otherwise."""
+        if self._hold is None and self._settings.database_url is not None:
+            self._hold = make_hold(self._settings, self._hold_lost)
+            try:
+                await asyncio.to_thread(self._hold.take)
+            except BaseException:
+                self._hold.close()
+                self._hold = None
+                raise
+
+    def _hold_lost(self, error: CorralError) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: so has all that could do harm
+            self._loop.call_soon_threadsafe(self._refuse, error)
+
+    def _refuse(self, error: CorralError) -> None:
+        """Another drives what the store holds: nothing new is begun here."""
+        self._log(f"takes nothing new: {error}")
+        if self._services is not None:
+            self._services.core.refusing = error
+            self._services.core.draining = True
 
     async def _compose(self, store: Store, node: Node, progress: Progress | None) -> None:
         """The services over an open store and node."""
@@ -259,6 +284,8 @@ class Owner:
             await self._node.close()
         if self._store is not None:
             await self._store.close()
+        if self._hold is not None:
+            await asyncio.to_thread(self._hold.close)
         mine = asyncio.current_task()
         for _ in range(2):  # what is cancelled may leave generators, and these have to end too
             rest = [task for task in asyncio.all_tasks() if task is not mine]
@@ -389,6 +416,14 @@ def make_store(settings: config.Config) -> Store:
     from corral.adapters.store.sqlite import SqliteStore
 
     return SqliteStore(os.path.join(settings.state_dir, "corral.db"), _now_ms)
+
+
+def make_hold(settings: config.Config, lost: Callable[[CorralError], None]) -> PostgresHold:
+    """Who may drive the settings' database: one process alone, or workers of one kind together."""
+    from corral.adapters.store.postgres_hold import PostgresHold
+
+    assert settings.database_url is not None
+    return PostgresHold(settings.database_url, shared=settings.worker is not None, lost=lost)
 
 
 def make_database(settings: config.Config) -> Database:

@@ -120,6 +120,7 @@ class Replica(bootstrap.Owner):
         while True:
             part = "store"
             try:
+                await self._take_hold()
                 if self._store is None:
                     self._store = await _opened(bootstrap.make_store(self._settings))
                 part = "node"

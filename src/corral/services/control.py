@@ -75,6 +75,8 @@ class Core:
     watchers: Watchers = field(default_factory=Watchers)
     draining: bool = False
     """Nothing new is taken; what is under way goes on."""
+    refusing: CorralError | None = None
+    """Why, where it is not a stop."""
     closing: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with `closing`, for those who wait for something else."""
@@ -145,7 +147,9 @@ class Core:
             raise CorralError("shutting_down", "the service is stopping")
 
     def check_accepting(self) -> None:
-        """`shutting_down` once the service takes nothing new."""
+        """`shutting_down` once the service takes nothing new; `state_locked` once another has the store."""
+        if self.refusing is not None:
+            raise self.refusing
         if self.draining or self.closing:
             raise CorralError("shutting_down", "the service is stopping and takes nothing new")
 
