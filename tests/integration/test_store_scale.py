@@ -73,6 +73,7 @@ CALLS: dict[str, Work] = {
     "admit": lambda tx: queue.admit(tx, QuotaRules(), ["sbx_a", "sbx_b"]),
     # sweeps
     "beat": lambda tx: workers.beat(tx, "w", 1000, "{}", ["run_00000001", "exe_00000001"], 1000),
+    "driven_runs": lambda tx: workers.driven_runs(tx, "w_1"),
     "stale_sandboxes": lambda tx: workers.stale_sandboxes(tx, ("locking", "sanitizing", "failed"), NOW, 20),
     "abandoned_sandboxes": lambda tx: workers.abandoned_sandboxes(tx, NOW, 20),
     "due_leases": lambda tx: leases.due_leases(tx, 20),

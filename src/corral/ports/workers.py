@@ -49,6 +49,10 @@ class WorkerStore(Protocol):
         """Make it the driver of open runs that no living worker drives, oldest first; -> those. Each has one winner."""
         ...
 
+    async def driven_runs(self, worker_id: str) -> list[tuple[str, str]]:
+        """(run_id, tenant_id) of each open run that it drives, oldest first; without what they ask for, which may be large."""
+        ...
+
     async def adopt_execs(self, worker_id: str, limit: int = 100) -> list[ExecRecord]:
         """The same for open execs without a run."""
         ...

@@ -108,6 +108,7 @@ class Workers:
                     core.store_failed(error)
                 else:
                     core.log(f"beat: {error}")
+                    core.uncertain = True  # what was adopted just now may not be driven yet
             await asyncio.sleep(GAP_S)
             try:
                 async with asyncio.timeout(core.delays["beat_s"]):
@@ -174,19 +175,28 @@ class Workers:
     async def _find_own(self, grace_s: float) -> None:
         """A call of ours failed although its commit had been done: then there is a row that waits for us."""
         core = self._core
-        for run in await core.store.open_runs():
-            if run.driver == core.worker:
-                await self._drive(run, grace_s)
+        for run in await self._own_runs():
+            await self._drive(run, grace_s)
         for record in await core.store.open_execs():
             if record.driver == core.worker and record.run_id is None:
                 self.drive_exec(record, grace_s)
 
+    async def _own_runs(self) -> list[RunRecord]:
+        """Those of which the store says that they are driven here, and which are not. Few, so they are read one by one."""
+        store, worker = self._core.store, self._core.worker
+        found: list[RunRecord] = []
+        for run_id, tenant_id in await store.driven_runs(worker):
+            if not self._executor.drives(run_id):
+                run = await store.get_run(run_id, tenant_id)
+                if run is not None and run.state != "finished" and run.driver == worker:
+                    found.append(run)
+        return found
+
     async def regressed(self) -> None:
         """The store was set back: open runs in it may have been ended in what is lost. Those that fly here go on, the others end."""
         core = self._core
-        for run in await core.store.open_runs():
-            mine = run.driver == core.worker and not self._executor.drives(run.run_id)
-            if mine and run.created_at <= core.regressed_ms:
+        for run in await self._own_runs():
+            if run.created_at <= core.regressed_ms:
                 await self._executor.give_up(run, RESTORED)
         for record in await core.store.open_execs():
             if record.driver == core.worker and record.run_id is None:

@@ -90,6 +90,14 @@ class MemoryWorkers(MemoryBase):
             lambda: [RUN.from_row(row) for row in self._adopt(self._runs, "run_id", _open_run, worker_id, limit)]
         )
 
+    async def driven_runs(self, worker_id: str) -> list[tuple[str, str]]:
+        def work() -> list[tuple[str, str]]:
+            found = [row for row in self._runs.values() if _open_run(row) and row["driver"] == worker_id]
+            found.sort(key=lambda row: (int(row["created_at"] or 0), str(row["run_id"])))
+            return [(str(row["run_id"]), str(row["tenant_id"])) for row in found]
+
+        return await self._transact(work)
+
     async def adopt_execs(self, worker_id: str, limit: int = 100) -> list[ExecRecord]:
         to_text(worker_id, "exec.driver")
 

@@ -88,6 +88,14 @@ def adopt_execs(tx: Tx, worker_id: str, limit: int) -> list[ExecRecord]:
     return sorted(map(EXEC.decode, found), key=lambda record: (record.created_at, record.exec_id))
 
 
+def driven_runs(tx: Tx, worker_id: str) -> list[tuple[str, str]]:
+    found = tx.rows(
+        "SELECT run_id, tenant_id FROM run WHERE state <> 'finished' AND driver = :worker ORDER BY created_at, run_id",
+        {"worker": worker_id},
+    )
+    return [(str(run_id), str(tenant_id)) for run_id, tenant_id in found]
+
+
 def stale_sandboxes(tx: Tx, states: Sequence[str], before_ms: int, limit: int) -> list[SandboxView]:
     params: dict[str, Any] = {"before": before_ms, "limit": page_size(limit)}
     where = one_of("state", states, params)
@@ -130,6 +138,9 @@ class SqlWorkers(Transacting):
 
     async def adopt_runs(self, worker_id: str, limit: int = 100) -> list[RunRecord]:
         return await self._write(adopt_runs, to_text(worker_id, "run.driver"), limit)
+
+    async def driven_runs(self, worker_id: str) -> list[tuple[str, str]]:
+        return await self._read(driven_runs, worker_id)
 
     async def adopt_execs(self, worker_id: str, limit: int = 100) -> list[ExecRecord]:
         return await self._write(adopt_execs, to_text(worker_id, "exec.driver"), limit)

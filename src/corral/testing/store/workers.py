@@ -73,6 +73,8 @@ async def what_a_living_worker_drives_is_not_taken_and_what_a_dead_one_drove_is(
     assert (run.run_id, run.driver) == ("run_1", "w_2")
     assert run == await b.store.get_run("run_1", "default")
     assert await b.store.adopt_runs("w_2") == []
+    assert await b.store.driven_runs("w_2") == [("run_1", "default"), ("run_2", "default")]
+    assert await b.store.driven_runs("w_1") == []
 
 
 @check
