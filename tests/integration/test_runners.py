@@ -19,6 +19,7 @@ from corral.domain.runner import LANGUAGES
 from furnished import furnish, polyglot
 
 pytestmark = [
+    pytest.mark.timeout(1200),  # the first test builds a base of two gigabytes
     pytest.mark.root,
     pytest.mark.index,
     pytest.mark.skipif(

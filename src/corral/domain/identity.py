@@ -157,6 +157,13 @@ def check_grant(held: frozenset[str], ends_at: int | None, wanted: Iterable[str]
         raise CorralError("forbidden", "the key would go on after the one that makes it has ended", hint=hint)
 
 
+def check_revoke(held: frozenset[str], scopes: Iterable[str]) -> None:
+    """`forbidden` if a holder of these scopes may not end a key like that: who could not give it cannot take it away either."""
+    if ADMIN not in held and (missing := [name for name in scopes if name not in held]):
+        detail = f"the key has the scope {missing[0]}, which yours does not have, so yours cannot end it"
+        raise CorralError("forbidden", detail, hint="use a key that has it")
+
+
 # -- keys --------------------------------------------------------------------------------------------------------------------------
 def key_text(key_id: str, secret: bytes) -> str:
     """The key as its holder keeps it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,6 +45,8 @@ LOOK_AGAIN_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 """Pauses between attempts at a store or a node that does not answer."""
 NODE_PATIENCE_S = 120.0
 """How long a node may be away before what it has is given up: it is started again, and adopts what lives."""
+AGAIN_S = 1.0
+"""After which a loop that failed by a fault of ours begins again."""
 T = TypeVar("T")
 
 
@@ -234,6 +237,20 @@ class Core:
 
         task.add_done_callback(done)
         return task
+
+    def keep_on(self, loop: Callable[[], Coroutine[Any, Any, Any]], name: str) -> asyncio.Task[Any]:
+        """A loop that lasts as long as the service: a fault of ours in it is logged, and it begins again."""
+
+        async def lasting() -> None:
+            while not self.closing:
+                try:
+                    await loop()
+                    return
+                except Exception:
+                    self.log(f"{name}: {traceback.format_exc()}")
+                await asyncio.sleep(AGAIN_S)
+
+        return self.spawn(lasting(), name)
 
     def close(self) -> None:
         """From now on nothing new begins, and whoever waits is told to ask the next owner."""

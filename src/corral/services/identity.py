@@ -21,6 +21,7 @@ from corral.domain.identity import (
     UserRecord,
     check_grant,
     check_may,
+    check_revoke,
     key_hash,
     key_text,
 )
@@ -236,7 +237,10 @@ class Identity:
         return key_document(view.key, view.now)
 
     async def revoke_key(self, caller: Caller, key_id: str) -> Json:
-        """At once and for good. Again: the same answer."""
+        """At once and for good. Again: the same answer. Who may not give what a key has may not take it away either."""
+        view = await self._core.store.find_key(key_id)
+        if view is not None and (ADMIN in caller.scopes or view.key.tenant_id == caller.tenant_id):
+            check_revoke(caller.scopes, view.key.granted)
         audit = _audit(caller, caller.tenant_id, "key.revoked", key_id, {})
         key = await self._core.store.revoke_key(key_id, self._reach(caller), audit)
         self.admission.forget()

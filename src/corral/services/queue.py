@@ -131,7 +131,7 @@ class Queue:
     # -- who is next -----------------------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """The loop that runs as long as the service does."""
-        self._core.spawn(self._loop(), QUEUE)
+        self._core.keep_on(self._loop, QUEUE)
 
     async def _loop(self) -> None:
         core = self._core

@@ -131,8 +131,8 @@ class Upkeep:
         """The loops that run as long as the service does."""
         if not self._core.coordination.alone:
             self.workers.begin()
-        self._core.spawn(self._watch_lost(), "lost instances")
-        self._core.spawn(self._sweep(), "sweep")
+        self._core.keep_on(self._watch_lost, "lost instances")
+        self._core.keep_on(self._sweep, "sweep")
 
     async def _watch_lost(self) -> None:
         while True:

@@ -52,7 +52,7 @@ class Webhooks:
     def begin(self) -> None:
         """The loop that runs as long as the service does."""
         if self._core.sender is not None:
-            self._core.spawn(self._loop(), WEBHOOKS)
+            self._core.keep_on(self._loop, WEBHOOKS)
 
     def last_call(self) -> None:
         """At a stop: what has just become due is tried once, for an owner that lived for one run."""

@@ -69,8 +69,8 @@ class Workers:
 
     def begin(self) -> None:
         """The loops."""
-        self._core.spawn(self._beats(), "beats")
-        self._core.spawn(self._bring_on(), "bring on")
+        self._core.keep_on(self._beats, "beats")
+        self._core.keep_on(self._bring_on, "bring on")
 
     async def leave(self) -> None:
         """Others take over at once. Nothing depends on it."""

@@ -326,3 +326,28 @@ async def test_only_the_operator_is_told_where_the_store_is(world: World, monkey
     assert told is not None and (told["code"], told["retryable"]) == ("store_error", True)
     assert "10.0.0.5" not in str(told) and "user" not in str(told)
     assert "10.0.0.5" in str((await call(world, "GET", "/v1/runs")).document)
+
+
+async def test_who_could_not_give_a_key_cannot_take_it_away(world: World) -> None:
+    strong = await made(world, "default", scopes=["admin"])
+    weak = await made(world, "default", scopes=["run"])
+    caller = Caller(scopes=frozenset({"tenant", "run"}))
+    refused = await call(world, "DELETE", f"/v1/keys/{strong['id']}", caller=caller)
+    assert refused.status == 403 and refused.document is not None and "admin" in refused.document["detail"]
+    shown = await call(world, "GET", f"/v1/keys/{strong['id']}")
+    assert shown.document is not None and shown.document["state"] == "active"
+    assert (await call(world, "DELETE", f"/v1/keys/{weak['id']}", caller=caller)).status == 200
+
+
+async def test_a_loop_behind_the_calls_survives_a_fault_of_ours(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert world.services is not None
+    monkeypatch.setattr("corral.services.control.AGAIN_S", 0.0)
+    turns: list[int] = []
+
+    async def loop() -> None:
+        turns.append(len(turns))
+        if len(turns) < 3:
+            raise ZeroDivisionError("a fault of ours")
+
+    await world.services.core.keep_on(loop, "loop")
+    assert turns == [0, 1, 2]
