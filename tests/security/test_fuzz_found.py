@@ -150,7 +150,7 @@ def test_an_archive_of_a_sandbox_that_is_damaged_is_refused_and_leaves_no_descri
     with pytest.raises(CorralError) as caught:
         trees.unpack_stream([_archive(*((info, b"") for info in members))], str(tmp_path), "copy")
     assert caught.value.code == "infra_error"
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # what another test had left open may go meanwhile
 
 
 async def test_a_lost_guest_leaves_no_task_behind() -> None:
