@@ -27,6 +27,7 @@ COMMANDS = {
     "lease": ("corral.cli.lease", "Acquire, renew, release and list leases."),
     "logs": ("corral.cli.logs", "Print the output of a run or exec."),
     "runs": ("corral.cli.runs", "List runs, show one."),
+    "queue": ("corral.cli.queue", "List the runs that wait for room."),
     "cancel": ("corral.cli.cancel", "End a run or exec."),
     "template": ("corral.cli.template", "Build, list, show and remove templates."),
     "tenant": ("corral.cli.tenant", "Create, list, disable and remove tenants."),

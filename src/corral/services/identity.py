@@ -160,18 +160,33 @@ class Identity:
     async def update_user(
         self, caller: Caller, tenant_id: str | None, user_id: str, name: str | None, disabled: bool | None
     ) -> Json:
-        """Disabled: keys and tokens of the user are refused."""
+        """Disabled: keys and tokens of the user are refused. `forbidden` as for `delete_user`, either way."""
         tenant = await self._whose(caller, tenant_id)
+        if disabled is not None:
+            await self._check_keys_of(caller, tenant, user_id)
         audit = _audit(caller, tenant, "user.changed", user_id, {"name": name, "disabled": disabled})
         user = await self._core.store.update_user(tenant, user_id, audit, name=name, disabled=disabled)
         self.admission.forget()
         return user_document(user)
 
     async def delete_user(self, caller: Caller, tenant_id: str | None, user_id: str) -> None:
-        """His keys are revoked."""
+        """His keys are revoked; `forbidden` to whom one of them could not be revoked by."""
         tenant = await self._whose(caller, tenant_id)
+        await self._check_keys_of(caller, tenant, user_id)
         await self._core.store.delete_user(tenant, user_id, _audit(caller, tenant, "user.deleted", user_id, {}))
         self.admission.forget()
+
+    async def _check_keys_of(self, caller: Caller, tenant_id: str, user_id: str) -> None:
+        """What is done to a user is done to his keys: `forbidden` if one that lets somebody in has what the caller's has not."""
+        after: str | None = None
+        while ADMIN not in caller.scopes:
+            found, now = await self._core.store.list_keys(tenant_id, after=after, limit=1000)
+            for key in found:
+                if key.user_id == user_id and key.state(now) == "active":
+                    check_revoke(caller.scopes, key.granted)
+            if len(found) < 1000:
+                return
+            after = found[-1].key_id
 
     async def _whose(self, caller: Caller, tenant_id: str | None) -> str:
         """The tenant that is meant; `not_found` for one that the caller does not act on."""

@@ -544,6 +544,21 @@ def test_leases_are_listed(corral: Call, transport: FakeTransport) -> None:
     assert "no leases" in corral("lease", "ls").err
 
 
+def test_the_queue_is_listed_in_its_order(corral: Call, transport: FakeTransport) -> None:
+    item = {"run_id": RUN, "position": 1, "priority": "high", "queued_at": "2026-12-01T10:00:00Z", "deadline_at": None}
+    transport.document = queue = {"items": [item], "waiting": 3, "use": {}, "limits": {}, "weight": 1, "priorities": []}
+    shown = corral("queue")
+    assert shown.status == 0 and transport.calls[0] == ("GET", "/v1/queue", None, {"limit": "1000"})
+    header, row = shown.out.decode().splitlines()
+    assert header.lower().split() == ["position", "run", "priority", "waits_since", "until"]
+    assert row.split()[:4] == ["1", RUN, "high", "2026-12-01T10:00:00Z"]
+    assert "2 more" in shown.err, "the API lists no more at once"
+    assert corral("queue", "--json").json == queue
+    transport.document = {**queue, "items": [], "waiting": 0}
+    empty = corral("queue")
+    assert (empty.status, empty.out) == (0, b"") and "no run waits" in empty.err
+
+
 def test_a_lost_lease_is_told_as_such(corral: Call, transport: FakeTransport) -> None:
     transport.document = refusal("lease_lost")
     done = corral("lease", "renew", SANDBOX, "--lease", "1.7")

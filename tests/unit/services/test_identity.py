@@ -339,6 +339,22 @@ async def test_who_could_not_give_a_key_cannot_take_it_away(world: World) -> Non
     assert (await call(world, "DELETE", f"/v1/keys/{weak['id']}", caller=caller)).status == 200
 
 
+async def test_who_could_not_give_a_user_s_key_neither_disables_nor_removes_the_user(world: World) -> None:
+    strong = await made(world, "default", user="li", scopes=["admin"])
+    await made(world, "default", user="bo", scopes=["run"])
+    caller = Caller(scopes=frozenset({"tenant", "run", "read"}))
+    for method, change in (("PATCH", {"disabled": True}), ("PATCH", {"disabled": False}), ("DELETE", None)):
+        refused = await call(world, method, "/v1/users/li", change, caller=caller)
+        assert refused.status == 403 and refused.document is not None and "admin" in refused.document["detail"]
+    assert (await enters(world, strong["key"])).user_id == "li"
+    assert (await call(world, "PATCH", "/v1/users/li", {"name": "李"}, caller=caller)).status == 200
+    assert (await call(world, "PATCH", "/v1/users/bo", {"disabled": True}, caller=caller)).status == 200
+    assert (await call(world, "DELETE", "/v1/users/bo", caller=caller)).status in (200, 204)
+    # A key that lets nobody in any more does not protect anybody.
+    assert (await call(world, "DELETE", f"/v1/keys/{strong['id']}")).status == 200
+    assert (await call(world, "DELETE", "/v1/users/li", caller=caller)).status in (200, 204)
+
+
 async def test_a_loop_behind_the_calls_survives_a_fault_of_ours(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.services is not None
     monkeypatch.setattr("corral.services.control.AGAIN_S", 0.0)
