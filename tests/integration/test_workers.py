@@ -279,3 +279,22 @@ def test_creations_and_deletions_at_both_replicas_at_once_leave_nothing(server: 
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(one, range(18)))
+
+
+def test_k12_attaching_with_one_key_gives_one_lease_by_every_replica_and_after_their_death(
+    server: Replicas, call: Call
+) -> None:
+    box = call.repeated("POST", "/v1/sandboxes", SANDBOX)["id"]
+    path = f"/v1/sandboxes/{box}/attach"
+    for name, wish in (("one", {}), ("new", {"contention": "new"})):
+        document = {"owner": f"s/{name}", "ttl_s": 600, **wish}
+        send_and_cut(server, path, document, f"attach {name}")
+        first = call.repeated("POST", path, document, f"attach {name}")
+        # A connection goes to one replica by chance: of so many some go to each.
+        leases = [call.repeated("POST", path, document, f"attach {name}") for _ in range(20)]
+        server.kill()
+        server.start().ready()
+        leases.append(call.repeated("POST", path, document, f"attach {name}"))
+        assert {(lease["sandbox_id"], lease["lease"]) for lease in leases} == {(first["sandbox_id"], first["lease"])}
+        assert (first["sandbox_id"] == box) == (name == "one")
+        assert all(0 < lease["ttl_ms"] <= first["ttl_ms"] for lease in leases)

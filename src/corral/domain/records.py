@@ -75,7 +75,10 @@ class SandboxRecord:
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """Whose it is now. `lease_version` only rises; `lease_owner` None = nobody."""
+    """Whose it is now. `lease_version` only rises; `lease_owner` None = nobody.
+
+    `request_digest`: of the call that took it, if that had an idempotency key; who repeats the call is known by it.
+    """
 
     sandbox_id: str
     lease_owner: str | None
@@ -83,6 +86,7 @@ class LeaseRecord:
     acquired_at: int
     heartbeat_at: int
     expires_at: int
+    request_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,8 @@ class LeaseChange:
     """`conflict` unless it has expired by the store's clock: whoever reads is never sure of that."""
     if_held: bool = False
     """`lease_lost` if it has."""
+    request_digest: str | None = None
+    """For `take`: see `LeaseRecord`."""
 
 
 @dataclass(frozen=True)

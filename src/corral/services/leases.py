@@ -8,6 +8,8 @@ removed, and if that shows clean the sandbox is idle; anything else is its end.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +20,7 @@ from corral.domain.contention import Asker, Choice
 from corral.domain.fence import Fence
 from corral.domain.lease import BETWEEN, is_system, key_of, named, owner_name
 from corral.domain.lease import lost as lease_lost
-from corral.domain.records import AuditRecord, LeaseRecord, SandboxView
+from corral.domain.records import AuditRecord, Idempotency, LeaseRecord, SandboxView
 from corral.errors import CorralError
 from corral.ports.leases import Renewal, Seen
 from corral.services.control import Core
@@ -36,6 +38,7 @@ TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm", "/run/user/1000")  # noqa: S108 - i
 """What no owner leaves to the next."""
 RETRIES = 16
 USERS = ("sandbox", "root")
+MAKING = ("requested", "planning", "allocating", "provisioning", "locking")
 
 
 @dataclass(frozen=True)
@@ -87,39 +90,44 @@ class Leases:
         self._settling: dict[str, asyncio.Task[None]] = {}
         self._renewals: list[tuple[Renewal, asyncio.Future[tuple[int, LeaseRecord]]]] = []
         self._renewing = False
-        self._recent: dict[tuple[str, str, str, str, Wish], _Asked] = {}
+        self._asked: dict[str, _Asked] = {}
         lifecycle.on_recycling = self.settle_later
 
     # -- acquire ---------------------------------------------------------------------------------------------------------------
     async def attach(self, caller: Caller, sandbox_id: str, wish: Wish, key: str | None = None) -> Held:
-        """`acquire`; asked for again under the same key, such as after a broken connection, it is the same lease.
+        """`acquire`; asked for again under the same key, such as after a broken connection, it is the same lease while that is
+        the current one, also from another worker or after a crash; with `new` the same sandbox.
 
         Only of the same caller: another one's owner of this name is somebody else. When nobody waits for it any more it is given up, so
         that no client that is gone gets the sandbox, or takes it from its own next call.
         """
         if key is None:
             return await self.acquire(caller, sandbox_id, wish)
-        name = (caller.tenant_id, caller.owner, sandbox_id, key, wish)
-        asked = self._recent.get(name)
-        if asked is None:
-            task = self._core.spawn(self.acquire(caller, sandbox_id, wish), f"{sandbox_id} attach")
-            asked = self._recent[name] = _Asked(task)
-            if len(self._recent) > 1000:
-                del self._recent[next(iter(self._recent))]
+        digest = _digest(caller, sandbox_id, wish, key)
+        asked = self._asked.get(digest)
+        if asked is None or asked.task.done():
+            task = self._core.spawn(self.acquire(caller, sandbox_id, wish, digest), f"{sandbox_id} attach")
+            asked = self._asked[digest] = _Asked(task)
         asked.waiting += 1
         try:
             return await asyncio.shield(asked.task)
         finally:
             asked.waiting -= 1
-            if not asked.waiting and not asked.task.done():
-                asked.task.cancel()
-            got = asked.task.done() and not asked.task.cancelled() and asked.task.exception() is None
-            if not got and not asked.waiting and self._recent.get(name) is asked:
-                del self._recent[name]
+            if not asked.waiting:
+                asked.task.cancel()  # nothing, if it is done
+                if self._asked.get(digest) is asked:
+                    del self._asked[digest]
 
-    async def acquire(self, caller: Caller, sandbox_id: str, wish: Wish) -> Held:
-        """The sandbox under a lease of the asker, from whatever state it is in. See `domain.contention` for who gets it."""
+    async def acquire(self, caller: Caller, sandbox_id: str, wish: Wish, digest: str | None = None) -> Held:
+        """The sandbox under a lease of the asker, from whatever state it is in. See `domain.contention` for who gets it.
+
+        `digest`: of a call that may be a repeated one, which gets what the first one was given.
+        """
         core = self._core
+        if digest is not None and wish.contention == "new":
+            made = await core.store.made_under(_idempotency(caller, digest))
+            if made is not None:  # even where the sandbox that was asked for has come free meanwhile
+                return await self._made(caller, await self._lifecycle.view(made, caller.tenant_id), wish, digest)
         asker = Asker(caller.owner, wish.owner, wish.session, caller.user_id)
         loop = asyncio.get_running_loop()
         begun, races = loop.time(), 0
@@ -131,6 +139,14 @@ class Leases:
                 view, lease = seen.view, _lease(seen.view)
                 choice = contention.decide(view.sandbox, lease, asker, seen.now_ms)
                 wanted = contention.contention_of(wish.contention, view.sandbox, asker)
+                if choice.kind in ("take_over", "paused") and _repeated(view, asker, digest):
+                    try:
+                        return await self._again(view, seen.now_ms)
+                    except CorralError as error:
+                        races += 1
+                        if error.code != "conflict" or races > RETRIES:
+                            raise
+                    continue
                 match choice.kind:
                     case "have":
                         return Held(view, lease, max(0, lease.expires_at - seen.now_ms))
@@ -141,7 +157,7 @@ class Leases:
                             "sandbox_paused", f"the sandbox {sandbox_id} is paused", hint="resume it first"
                         )
                     case "unfit" | "held" if wanted == "new":
-                        return await self._another(caller, view, wish)
+                        return await self._another(caller, view, wish, digest)
                     case "unfit":
                         hint = "make a sandbox of your own (contention=new)"
                         why = f"the sandbox {sandbox_id} cannot be used: {choice.why}"
@@ -163,7 +179,7 @@ class Leases:
                         continue
                 try:
                     if choice.kind != "expire":
-                        return await self._take(view, choice, asker, wish)
+                        return await self._take(view, choice, asker, wish, digest)
                     await self.expire(view)
                 except CorralError as error:
                     races += 1
@@ -178,7 +194,16 @@ class Leases:
             raise CorralError("not_found", f"there is no sandbox {sandbox_id[:64]}", hint=hint)
         return seen
 
-    async def _take(self, view: SandboxView, choice: Choice, asker: Asker, wish: Wish) -> Held:
+    async def _again(self, view: SandboxView, now_ms: int) -> Held:
+        """The lease that the call has been given before, once node and guest know it: whoever took it may have ended before that."""
+        lease = _lease(view)
+        if view.sandbox.state != "paused":
+            for command in await self._core.store.open_commands(view.sandbox.sandbox_id):
+                if command.kind in ("fence", "fence_adopt") and command.token == lease.lease_version:
+                    await self._barrier(view, "adopt" if command.kind == "fence_adopt" else "kill")
+        return Held(view, lease, max(0, lease.expires_at - now_ms))
+
+    async def _take(self, view: SandboxView, choice: Choice, asker: Asker, wish: Wish, digest: str | None) -> Held:
         lifecycle, sandbox_id = self._lifecycle, view.sandbox.sandbox_id
         if choice.kind != "go_on":
             changes = None
@@ -188,6 +213,9 @@ class Leases:
             lifecycle.step(
                 plan, "acquire", choice.flags, owner=asker.name, ttl_ms=wish.ttl_ms, changes=changes, cause="acquire"
             )
+            [step] = plan.transitions
+            assert step.lease is not None
+            plan.transitions[0] = replace(step, lease=replace(step.lease, request_digest=digest))
             faults.point("lease.taken.before")
             view = await lifecycle.commit(plan)
             faults.point("lease.taken")
@@ -221,14 +249,21 @@ class Leases:
                 ) from error
             raise
 
-    async def _another(self, caller: Caller, view: SandboxView, wish: Wish) -> Held:
+    async def _another(self, caller: Caller, view: SandboxView, wish: Wish, digest: str | None) -> Held:
         """A new sandbox like it, for the asker."""
         core = self._core
         core.check_accepting()
         wanted = replace(self._lifecycle.wanted_of(view), sandbox_id=core.id("sbx"), owner=caller.owner, one_shot=False)
-        made, _ = await self._lifecycle.begin(wanted)
-        await self._lifecycle.provide(wanted, made)
-        return await self.acquire(caller, wanted.sandbox_id, replace(wish, contention="fail"))
+        made, _ = await self._lifecycle.begin(wanted, None if digest is None else _idempotency(caller, digest))
+        return await self._made(caller, made, wish, digest)
+
+    async def _made(self, caller: Caller, made: SandboxView, wish: Wish, digest: str | None) -> Held:
+        """The sandbox that was made for the asker, by this call or by the one that it repeats."""
+        if made.sandbox.state in contention.OVER:
+            raise gone(made)
+        if made.sandbox.state in MAKING:
+            await self._lifecycle.provide(self._lifecycle.wanted_of(made), made)
+        return await self.acquire(caller, made.sandbox.sandbox_id, replace(wish, contention="fail"), digest)
 
     # -- renew and release -----------------------------------------------------------------------------------------------------
     async def renew(self, caller: Caller, sandbox_id: str, fence: Fence, owner: str | None, ttl_ms: int | None) -> Held:
@@ -259,7 +294,8 @@ class Leases:
         self._renewals.append((renewal, future))
         if not self._renewing:
             self._renewing = True
-            self._core.spawn(self._renew_all(), "renewals")
+            task = self._core.spawn(self._renew_all(), "renewals")
+            task.add_done_callback(lambda ended: self._not_renewed(self._renewals) if ended.cancelled() else None)
         return await future
 
     async def _renew_all(self) -> None:
@@ -280,8 +316,15 @@ class Leases:
                         future.set_result((now, answer))
         finally:
             self._renewing = False
-            for _, future in [*batch, *self._renewals]:
-                future.cancel()
+            self._not_renewed([*batch, *self._renewals])
+
+    def _not_renewed(self, asked: list[tuple[Renewal, asyncio.Future[tuple[int, LeaseRecord]]]]) -> None:
+        """Whoever waits for these hears why nobody writes them any more: the next owner is to be asked, if the service stops."""
+        self._renewals = []
+        why = self._core.as_seen(CorralError("infra_error", "the lease could not be extended", retryable=True))
+        for _, future in asked:
+            if not future.done():
+                future.set_exception(why)
 
     async def release(
         self, caller: Caller, sandbox_id: str, fence: Fence, owner: str | None, *, keep: bool = False
@@ -508,6 +551,7 @@ class Leases:
             "nothing is ended, fences are raised above what the node has seen"
         )
         self._core.set_back()
+        self._lifecycle.forget()
         await self._adopt_floors()
         await self._core.node.remember_event(newest, accept=True)
         if unknown := await self.unknown():
@@ -554,6 +598,23 @@ class Leases:
 def _lease(view: SandboxView) -> LeaseRecord:
     assert view.lease is not None
     return view.lease
+
+
+def _digest(caller: Caller, sandbox_id: str, wish: Wish, key: str) -> str:
+    """Of a call with its idempotency key: the same only where caller, key and all that is asked for are."""
+    whole = [caller.tenant_id, caller.owner, caller.user_id, sandbox_id, key, *vars(wish).values()]
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+
+
+def _idempotency(caller: Caller, digest: str) -> Idempotency:
+    return Idempotency(caller.tenant_id, "POST /v1/sandboxes/{sandbox_id}/attach", digest, digest)
+
+
+def _repeated(view: SandboxView, asker: Asker, digest: str | None) -> bool:
+    """The current lease is the one that the call was given before."""
+    lease = _lease(view)
+    same = digest is not None and lease.request_digest == digest and lease.lease_owner == asker.name
+    return same and view.sandbox.state in ("leased", "running", "paused")
 
 
 def ttl_of(view: SandboxView) -> int:

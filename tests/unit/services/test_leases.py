@@ -9,6 +9,8 @@ import pytest
 
 from corral.api.routes import Request, dispatch
 from corral.domain.fence import Fence
+from corral.errors import CorralError
+from corral.ports.leases import Renewal
 from corral.services.events import Caller
 
 
@@ -162,7 +164,78 @@ async def test_the_same_owner_that_asks_again_gets_a_new_token_and_a_repeated_ca
     key = {"idempotency-key": "k1"}
     one = (await attach(world, box, headers=key)).document
     two = (await attach(world, box, headers=key)).document
-    assert one == two
+    assert one == {**two, "ttl_ms": one["ttl_ms"]} and 0 < two["ttl_ms"] <= one["ttl_ms"]
+
+
+async def test_a_repeated_attach_gets_the_same_lease_from_another_process_while_it_is_the_current_one(world):
+    box = await made(world)
+    key = {"idempotency-key": "k1"}
+    one = (await attach(world, box, "s/1", headers=key)).document
+    await world.crash()
+    await world.start()
+    two = (await attach(world, box, "s/1", headers=key)).document
+    assert two == {**one, "ttl_ms": two["ttl_ms"]} and two["ttl_ms"] <= one["ttl_ms"]
+    renewed = await with_lease(world, "POST", f"/v1/sandboxes/{box}/renew", one["lease"], {"owner": "s/1"})
+    assert renewed.status == 200
+    other = (await attach(world, box, "s/1", headers={"idempotency-key": "k2"})).document
+    assert Fence.parse(other["lease"]) > Fence.parse(one["lease"]), "another key is another call"
+    third = (await attach(world, box, "s/1", headers=key)).document
+    assert Fence.parse(third["lease"]) > Fence.parse(other["lease"]), (
+        "what is not the current one any more is taken anew"
+    )
+
+
+async def test_a_lease_whose_taker_died_before_the_node_knew_it_is_made_known_by_the_repeated_call(world, until):
+    box = await made(world)
+    key = {"idempotency-key": "k1"}
+    world.node.fence_gate = asyncio.Event()
+    asking = asyncio.create_task(attach(world, box, headers=key))
+    await until(lambda: world.node.fenced[-1][1] == Fence(1, 2))
+    [instance] = world.node.live
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await world.crash()
+    world.node.fence_gate = None
+    world.node.fenced.clear()
+    await world.start()
+    assert (await attach(world, box, headers=key)).document["lease"] == "1.2"
+    assert world.node.floor_of[instance] == Fence(1, 2) and world.node.fenced
+
+
+async def test_a_repeated_attach_with_contention_new_gets_the_same_new_sandbox_from_another_process(world, until):
+    box = await made(world)
+    first = (await attach(world, box, "s/1")).document["lease"]
+    key = {"idempotency-key": "k1"}
+    one = (await attach(world, box, "s/2", headers=key, contention="new")).document
+    await world.crash()
+    await world.start()
+    # Also where the one that was asked for has come free meanwhile.
+    assert (await with_lease(world, "POST", f"/v1/sandboxes/{box}/release", first, {})).status == 200
+    two = (await attach(world, box, "s/2", headers=key, contention="new")).document
+    assert one["sandbox_id"] != box and two == {**one, "ttl_ms": two["ttl_ms"]}
+    other = (await attach(world, one["sandbox_id"], "s/3", headers=key, contention="new")).document
+    assert other["sandbox_id"] not in (box, one["sandbox_id"])
+
+
+async def test_a_new_sandbox_whose_maker_died_half_way_is_the_one_that_the_repeated_call_gets(world, until):
+    box = await made(world)
+    await attach(world, box, "s/1")
+    key = {"idempotency-key": "k1"}
+    world.node.create_gate = asyncio.Event()
+    asking = asyncio.create_task(attach(world, box, "s/2", headers=key, contention="new"))
+
+    async def begun():
+        return len((await world.call("GET", "/v1/sandboxes")).document["items"]) == 2
+
+    await until(begun)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await world.crash()
+    world.node.create_gate.set()
+    await world.start()
+    got = (await attach(world, box, "s/2", headers=key, contention="new")).document
+    assert got["owner"] == "s/2" and got["sandbox_id"] != box, got
+    assert len((await world.call("GET", "/v1/sandboxes")).document["items"]) == 2
 
 
 async def test_the_idempotency_key_of_one_caller_gives_another_one_nothing(world):
@@ -339,6 +412,33 @@ async def test_many_renewals_at_once_are_few_transactions(world):
     )
     assert [answer.status for answer in answers] == [200] * 20
     assert counted < 10
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_whoever_waits_for_a_renewal_when_the_service_stops_is_told_so(world, monkeypatch, begun):
+    lease = (await attach(world, box := await made(world))).document["lease"]
+    services, reached = world.services, asyncio.Event()
+
+    async def stands_still(renewals):
+        reached.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(world.store, "renew_leases", stands_still)
+    fence = Fence.parse(lease)
+    first = asyncio.create_task(services.leases.renew(Caller(), box, fence, None, None))
+    if begun:
+        await reached.wait()
+    else:
+        while not services.leases._renewing:
+            await asyncio.sleep(0)
+    second = asyncio.create_task(services.leases.extend(Renewal(box, "key:local/s/1", fence, 1000)))
+    services.core.close()
+    for task in services.core.tasks:
+        task.cancel()
+    for call in (first, second):
+        with pytest.raises(CorralError) as refused:
+            await asyncio.wait_for(call, 10)
+        assert refused.value.code == "shutting_down"
 
 
 async def test_released_with_keep_what_nobody_is_attached_to_goes_on_and_is_settled_after(world, until):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from corral.domain.fence import Fence
@@ -45,7 +46,7 @@ def renewed(
     expires_at = renewed_expiry(lease.expires_at, now, wish.ttl_ms)
     if expires_at is None:
         return None
-    return LeaseRecord(sandbox_id, lease.lease_owner, lease.lease_version, lease.acquired_at, now, expires_at)
+    return replace(lease, heartbeat_at=now, expires_at=expires_at)
 
 
 def renew_leases(tx: Tx, wishes: Sequence[Renewal]) -> tuple[int, list[LeaseRecord | CorralError]]:
@@ -153,7 +154,8 @@ def adopt_floor(tx: Tx, sandbox_id: str, floor: Fence, evidence: dict[str, Any])
     )
     tx.rows(
         "UPDATE sandbox_lease SET lease_owner = :lease_owner, lease_version = :lease_version, acquired_at = :acquired_at,"
-        " heartbeat_at = :heartbeat_at, expires_at = :expires_at WHERE sandbox_id = :sandbox_id",
+        " heartbeat_at = :heartbeat_at, expires_at = :expires_at, request_digest = :request_digest"
+        " WHERE sandbox_id = :sandbox_id",
         LEASE.encode(new[1]),
     )
     add_event(tx, adoption(sandbox, lease, floor, evidence))

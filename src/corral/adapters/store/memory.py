@@ -7,6 +7,7 @@ changed is taken back if it fails.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from corral.domain.fence import Fence
@@ -245,7 +246,7 @@ class MemoryStore(
         self._put(self._sandboxes, old.sandbox_id, row)
         sandbox = SANDBOX.from_row(row)
         if (change := transition.lease) is not None:
-            lease = changed_lease(self._now, lease, change.kind, change.owner, change.ttl_ms)
+            lease = changed_lease(self._now, lease, change)
             self._put(self._leases, old.sandbox_id, LEASE.encode(lease))
         for instance in step.instances:
             self._change_instance(instance, sandbox)
@@ -334,7 +335,7 @@ class MemoryStore(
         expires_at = renewed_expiry(lease.expires_at, self._now, ttl_ms)
         if expires_at is None:
             return lease
-        new = LeaseRecord(sandbox_id, owner, lease.lease_version, lease.acquired_at, self._now, expires_at)
+        new = replace(lease, heartbeat_at=self._now, expires_at=expires_at)
         self._put(self._leases, sandbox_id, LEASE.encode(new))
         return new
 

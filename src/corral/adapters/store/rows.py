@@ -223,6 +223,8 @@ def encode_transition(transition: Transition) -> Step:
             raise ValueError("taking a lease needs an owner")
         if lease.owner is not None:
             to_text(lease.owner, "sandbox_lease.lease_owner")
+        if lease.request_digest is not None:
+            to_text(lease.request_digest, "sandbox_lease.request_digest")
         if lease.kind != "drop":
             check_ttl(lease.ttl_ms)
     if transition.end_execs is not None:

@@ -12,6 +12,7 @@ is run again. One `UPDATE … WHERE` that says all of its condition needs no loc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from corral.domain.fence import Fence
@@ -389,7 +390,7 @@ def _commit(tx: Tx, step: Step, old: SandboxRecord, lease: LeaseRecord) -> Commi
     )
     sandbox = SANDBOX.decode(row)
     if source.lease is not None:
-        lease = _change_lease(tx, lease, source.lease.kind, source.lease.owner, source.lease.ttl_ms)
+        lease = _change_lease(tx, lease, source.lease)
     for change in step.instances:
         _change_instance(tx, change, sandbox)
     _finish_commands(tx, old.sandbox_id, step.done)
@@ -433,22 +434,23 @@ def check_expired(change: LeaseChange | None, lease: LeaseRecord, now: int) -> N
         raise lease_lost(lease.sandbox_id, "it has expired")
 
 
-def changed_lease(now: int, lease: LeaseRecord, kind: str, owner: str | None, ttl_ms: int) -> LeaseRecord:
+def changed_lease(now: int, lease: LeaseRecord, change: LeaseChange) -> LeaseRecord:
     """The rule of a lease change, as a value (both stores use it)."""
-    if kind == "take":
-        return LeaseRecord(lease.sandbox_id, owner, lease.lease_version + 1, now, now, now + ttl_ms)
-    if kind == "drop":
+    owner, ttl_ms = change.owner, change.ttl_ms
+    if change.kind == "take":
+        version, digest = lease.lease_version + 1, change.request_digest
+        return LeaseRecord(lease.sandbox_id, owner, version, now, now, now + ttl_ms, digest)
+    if change.kind == "drop":
         return LeaseRecord(lease.sandbox_id, None, lease.lease_version + 1, lease.acquired_at, now, now)
     if lease.lease_owner is None or (owner is not None and owner != lease.lease_owner):
         raise lease_lost(lease.sandbox_id, f"its owner is {lease.lease_owner or 'nobody'}")
     if now >= lease.expires_at:
         raise lease_lost(lease.sandbox_id, "it has expired")
-    expires_at = max(lease.expires_at, now + ttl_ms)
-    return LeaseRecord(lease.sandbox_id, lease.lease_owner, lease.lease_version, lease.acquired_at, now, expires_at)
+    return replace(lease, heartbeat_at=now, expires_at=max(lease.expires_at, now + ttl_ms))
 
 
-def _change_lease(tx: Tx, lease: LeaseRecord, kind: str, owner: str | None, ttl_ms: int) -> LeaseRecord:
-    new = changed_lease(tx.now, lease, kind, owner, ttl_ms)
+def _change_lease(tx: Tx, lease: LeaseRecord, change: LeaseChange) -> LeaseRecord:
+    new = changed_lease(tx.now, lease, change)
     _write_lease(tx, new)
     return new
 
@@ -456,7 +458,8 @@ def _change_lease(tx: Tx, lease: LeaseRecord, kind: str, owner: str | None, ttl_
 def _write_lease(tx: Tx, lease: LeaseRecord) -> None:
     tx.send(
         "UPDATE sandbox_lease SET lease_owner = :lease_owner, lease_version = :lease_version, acquired_at = :acquired_at,"
-        " heartbeat_at = :heartbeat_at, expires_at = :expires_at WHERE sandbox_id = :sandbox_id",
+        " heartbeat_at = :heartbeat_at, expires_at = :expires_at, request_digest = :request_digest"
+        " WHERE sandbox_id = :sandbox_id",
         LEASE.encode(lease),
     )
 
@@ -582,7 +585,7 @@ def _renewed(tx: Tx, lease: LeaseRecord, owner: str, ttl_ms: int) -> LeaseRecord
     expires_at = renewed_expiry(lease.expires_at, tx.now, ttl_ms)
     if expires_at is None:
         return lease
-    new = LeaseRecord(lease.sandbox_id, owner, lease.lease_version, lease.acquired_at, tx.now, expires_at)
+    new = replace(lease, heartbeat_at=tx.now, expires_at=expires_at)
     _write_lease(tx, new)
     return new
 

@@ -28,6 +28,28 @@ async def tokens_only_rise(b: Bench) -> None:
 
 
 @check
+async def a_lease_knows_the_call_that_took_it_until_it_is_another_one(b: Bench) -> None:
+    await b.made()
+    lease = (await b.step(lease=LeaseChange("take", "me/1", 1000, request_digest="d1"))).lease
+    assert lease.request_digest == "d1"
+    b.clock.now += 900
+    assert (await b.store.renew_lease("sbx_1", "me/1", Fence(0, 1), 1000)).request_digest == "d1"
+    b.clock.now += 900
+    _, [longer] = await b.store.renew_leases([Renewal("sbx_1", "me/1", Fence(0, 1), 1000)])
+    assert not isinstance(longer, CorralError) and longer.request_digest == "d1"
+    assert (await b.step(lease=LeaseChange("extend", "me/1", 9000))).lease.request_digest == "d1"
+    seen = await b.store.see_sandbox("sbx_1", None)
+    assert seen is not None and seen.view.lease is not None and seen.view.lease.request_digest == "d1"
+    assert (await b.step(lease=LeaseChange("take", "me/1", 1000))).lease.request_digest is None
+    await b.step(lease=LeaseChange("take", "me/1", 1000, request_digest="d2"))
+    adopted = await b.store.adopt_floor("sbx_1", Fence(0, 9), {})
+    assert adopted is not None and adopted.lease is not None and adopted.lease.request_digest is None
+    await b.step(lease=LeaseChange("take", "me/1", 1000, request_digest="d3"))
+    assert (await b.step(lease=LeaseChange("drop"))).lease.request_digest is None
+    await refused("invalid_value", b.step(lease=LeaseChange("take", "me/1", 1000, request_digest="a\0b")))
+
+
+@check
 async def a_dropped_lease_is_nobodys(b: Bench) -> None:
     fence = await b.leased()
     lease = (await b.step(lease=LeaseChange("drop"))).lease

@@ -384,7 +384,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     SqliteDatabase(path).upgrade()
     with sqlite3.connect(path) as connection:
         connection.executescript("PRAGMA foreign_keys = OFF; PRAGMA writable_schema = ON;")
-        connection.execute("INSERT INTO sandbox_lease VALUES ('sbx_gone', NULL, 0, 0, 0, 0)")
+        connection.execute("INSERT INTO sandbox_lease VALUES ('sbx_gone', NULL, 0, 0, 0, 0, NULL)")
     connection.close()
     health = SqliteDatabase(path).check()
     assert "1 leases of no sandbox" in health.problems and not health.good

@@ -21,7 +21,7 @@ from corral.errors import CorralError
 COLUMNS = {
     "sandbox_instance": "sandbox_id tenant_id user_id session_id runtime_provider runtime_instance_id resource_class"
     " template_id state created_at last_active_at expires_at version tainted",
-    "sandbox_lease": "sandbox_id lease_owner lease_version acquired_at heartbeat_at expires_at",
+    "sandbox_lease": "sandbox_id lease_owner lease_version acquired_at heartbeat_at expires_at request_digest",
     "sandbox_environment": "sandbox_id base_image_digest dependency_hash workspace_id snapshot_id environment_version"
     " dirty_level",
     "sandbox_event": "event_id sandbox_id event_type old_state new_state request_id timestamp metadata",

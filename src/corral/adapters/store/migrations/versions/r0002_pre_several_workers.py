@@ -180,9 +180,11 @@ def _leases() -> None:
     # What somebody has, the system not counted: rows of sandboxes that have ended are not in it.
     held = "lease_owner IS NOT NULL AND substr(lease_owner, 1, 7) <> 'system:'"
     _index("ix_sandbox_lease_expires_at", "sandbox_lease", "expires_at", only=held)
+    op.add_column("sandbox_lease", _text("request_digest", null=True))
 
 
 def _no_leases() -> None:
+    op.drop_column("sandbox_lease", "request_digest")
     op.drop_index("ix_sandbox_lease_expires_at", "sandbox_lease")
 
 
