@@ -7,11 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from corral.adapters.store.databases import SqliteDatabase
+from corral.adapters.store.sqlite import SqliteStore
 from corral.api.routes import Request, dispatch
 from corral.domain.fence import Fence
 from corral.errors import CorralError
 from corral.ports.leases import Renewal
 from corral.services.events import Caller
+
+from .conftest import World
 
 
 async def made(world, **fields):
@@ -183,6 +187,27 @@ async def test_a_repeated_attach_gets_the_same_lease_from_another_process_while_
     assert Fence.parse(third["lease"]) > Fence.parse(other["lease"]), (
         "what is not the current one any more is taken anew"
     )
+
+
+async def test_a_repeated_attach_gets_the_same_lease_from_the_next_owner_of_a_database_file(tmp_path):
+    world = World(tmp_path)
+    SqliteDatabase(tmp_path / "corral.db").upgrade()
+    world.store = SqliteStore(tmp_path / "corral.db", world.now_ms)
+    await world.start()
+    box = await made(world)
+    answers = []
+    for wish in ({}, {"contention": "new"}):
+        for _ in range(2):
+            answers.append(
+                (await attach(world, box, f"s/{len(wish)}", headers={"idempotency-key": "k1"}, **wish)).document
+            )
+            await world.crash()
+            await world.store.close()
+            world.store = SqliteStore(tmp_path / "corral.db", world.now_ms)
+            await world.start()
+    one, two, new, same = ((answer["sandbox_id"], answer["lease"]) for answer in answers)
+    assert one == two and new == same and one[0] == box != new[0]
+    await world.services.stop(5.0)
 
 
 async def test_a_lease_whose_taker_died_before_the_node_knew_it_is_made_known_by_the_repeated_call(world, until):
