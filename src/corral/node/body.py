@@ -63,6 +63,8 @@ class Body:
         self.execs: dict[str, Exec] = {}
         self.transfers = 0
         """File transfers under way: processes inside that belong to no exec."""
+        self.putting = asyncio.Lock()
+        """Input files are written by one call after another: whoever has raised the fence writes after those that it was raised over."""
         self.visits = 0
         """Looks at its files and changes of them from the host's side that are under way."""
         self.saving = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -36,9 +37,17 @@ class FileCalls(ABC):
         """Where its base of changes is kept."""
 
     async def put_files(self, instance_id: str, fence: Fence, items: Sequence[tuple[str, int, bytes | None]]) -> None:
-        async with self._on_disk(instance_id) as body:
+        async with self._on_disk(instance_id) as body, body.putting:
+            # In its turn: what waits here under an older fence than the last one changes nothing.
             self._check_fence(body, fence)
-            await files.put(body.tree, self._mark_path(instance_id), items, settle=not body.is_quiet)
+            work = asyncio.ensure_future(
+                files.put(body.tree, self._mark_path(instance_id), items, settle=not body.is_quiet)
+            )
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:  # the thread goes on: the turn ends with it
+                await asyncio.wait({work})
+                raise
 
     async def put_tar(
         self, instance_id: str, fence: Fence, tar: AsyncIterator[bytes], dest: str, user: str = "sandbox"

@@ -10,6 +10,7 @@ import os
 import traceback
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from corral import faults
@@ -38,7 +39,7 @@ from corral.services.execs import (
     instance_of,
 )
 from corral.services.languages import Languages, build_limits
-from corral.services.lifecycle import Lifecycle, Wanted
+from corral.services.lifecycle import RETRIES, Lifecycle, Wanted
 from corral.services.queue import QUEUE, Queue, judged
 from corral.services.webhooks import WEBHOOKS
 
@@ -426,6 +427,9 @@ class Executor:
             view = await core.endure(lambda: self._race(flight, self._lifecycle.provide(wanted)))
         watch.switch("preparing")
         if not rows:
+            if core.driver is not None and run.lease_version:
+                # Another worker may be putting the same files, or stand still in that.
+                view = await core.endure(lambda: self._race(flight, self._take_anew(flight, view, wanted)))
             fence = fence_of(view)
             run = await self._update(flight, {"lease_version": fence.token, "incarnation": fence.incarnation})
             await core.reach(lambda: self._race(flight, self._put_files(view, request)))
@@ -486,6 +490,30 @@ class Executor:
                 flight.cancel.set()
         _, flight.modes = read_limits({"values": guard["limits"], **placed})
         return run
+
+    async def _take_anew(self, flight: _Flight, view: SandboxView, wanted: Wanted) -> SandboxView:
+        """The sandbox under a token of this driver's, known to the node: one that drove the run before changes nothing in it any more."""
+        core, sandbox_id, run = self._core, wanted.sandbox_id, flight.run
+        for _ in range(RETRIES):
+            # Asked after the view was read: if somebody else drives the run since, the view is too old to be committed over.
+            row = await core.store.get_run(run.run_id, run.tenant_id)
+            if row is None or row.driver != core.driver:
+                raise _Superseded
+            if view.lease is None or view.lease.lease_owner != wanted.owner:
+                return view  # a kept one that has been attached to
+            try:
+                view = await self._lifecycle.fire(
+                    view, "acquire", ["own"], owner=wanted.owner, ttl_ms=wanted.ttl_ms, cause="take_over"
+                )
+            except CorralError as error:
+                if error.code != "conflict":
+                    raise
+                view = await self._lifecycle.view(sandbox_id)
+                continue
+            await core.reach(partial(core.node.fence, instance_of(view), fence_of(view), "adopt"))
+            await self._lifecycle.done(sandbox_id, ("fence_adopt",), {"ok": True})
+            return view
+        raise CorralError("conflict", f"the sandbox {sandbox_id} changes all the time")
 
     async def _put_files(self, view: SandboxView, request: RunRequest) -> None:
         """Step 6. Safe to repeat: nothing of the caller's has run yet."""

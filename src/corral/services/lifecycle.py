@@ -147,6 +147,10 @@ class Lifecycle:
             if len(self._seen) > SEEN:
                 self._seen.popitem(last=False)
 
+    def forget(self) -> None:
+        """The store was set back: versions that it gives again are not the ones that were seen here."""
+        self._seen.clear()
+
     async def fire(
         self,
         view: SandboxView,

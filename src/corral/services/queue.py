@@ -109,7 +109,15 @@ class Queue:
                 event.clear()
         finally:
             self._waits.pop(run_id, None)
-        return await core.endure(lambda: core.store.get_run(run_id, run.tenant_id)) or run
+        row = await core.endure(lambda: core.store.get_run(run_id, run.tenant_id))
+        if row is None or (row.state != "finished" and row.sandbox_id is None):  # let in by nobody, and not there
+            raise CorralError(
+                "infra_error",
+                "the database was restored to a copy from before the run was queued",
+                hint="send it again",
+                started=False,
+            )
+        return row
 
     async def _too_late(self, queued: QueuedRun) -> CorralError:
         waited = format_seconds((queued.deadline_at - queued.queued_at) / 1000)

@@ -198,6 +198,42 @@ async def test_what_the_host_does_with_files_while_they_are_removed_is_told_by_t
     assert await bench.node.leftovers() == []
 
 
+async def test_files_of_an_older_fence_are_never_put_after_those_of_a_newer_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ins = await bench.create()
+    real, begun, let = files.put, asyncio.Event(), asyncio.Event()
+    put: list[bytes] = []
+
+    async def slow(tree: Any, mark: str, items: Any, **more: Any) -> None:
+        if not begun.is_set():
+            begun.set()
+            await let.wait()
+        await real(tree, mark, items, **more)
+        put.append(items[0][2])
+
+    monkeypatch.setattr(files, "put", slow)
+
+    def putting(fence: Fence, content: bytes) -> asyncio.Task[None]:
+        return asyncio.create_task(bench.node.put_files(ins, fence, [("a", 0o644, content)]))
+
+    old = putting(FENCE, b"old")
+    await begun.wait()
+    late = putting(FENCE, b"late")
+    await asyncio.sleep(0)
+    await bench.node.fence(ins, Fence(1, 2), "adopt")
+    new = putting(Fence(1, 2), b"new")
+    old.cancel()  # whoever asked is gone; the thread is not
+    await asyncio.sleep(0)
+    assert not put and not new.done()
+    let.set()
+    await new
+    assert put == [b"old", b"new"]
+    with pytest.raises(CorralError) as caught:
+        await late
+    assert caught.value.code == "lease_lost"
+
+
 async def test_old_fences_are_refused_and_a_new_owner_ends_or_adopts_older_execs(bench: Bench) -> None:
     ins = await bench.create()
     kept = await bench.begin(ins, "sleep", "60")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from corral.domain.quota import Ceiling, QuotaRules, TenantLimits
+
 from .cluster import Cluster
 from .test_workers import PRINT, SLEEP, Gate, finished
 
@@ -99,3 +101,41 @@ async def test_runs_and_execs_are_dated_by_the_clock_of_the_store(two, until):
         assert abs(at - two.now_ms()) < 600_000, "else what is older than a restored copy would seem newer"
     await two.call("b", "POST", f"/v1/runs/{run_id}/cancel")
     await finished(two, "a", run_id)
+
+
+async def test_what_was_seen_of_a_sandbox_before_the_store_was_set_back_is_not_committed_over(two):
+    services = two.workers["a"].services
+    box = (await two.call("a", "POST", "/v1/sandboxes", {})).document["id"]
+    lifecycle = services.sandboxes._lifecycle
+    seen = await lifecycle.view(box)
+    row = two.store._sandboxes[box]  # the same version as was seen, of another history
+    two.store._sandboxes[box] = {**row, "tainted": True}
+    assert not (await lifecycle.latest(box, "default")).sandbox.tainted, "else this test shows nothing"
+    await services.leases.set_back()
+    now = await lifecycle.latest(box, "default")
+    assert now.sandbox.tainted and now.sandbox.version >= seen.sandbox.version
+
+
+async def test_a_queued_run_that_a_restored_store_knows_only_from_before_it_was_queued_ends_with_the_reason(two, until):
+    one = QuotaRules(Ceiling(running=1), {"*": TenantLimits()})
+    for world in two.workers.values():
+        world.services.core.quota = one
+    first = (await two.call("a", "POST", "/v1/runs", SLEEP, wait=0)).document["id"]
+    await until(lambda: two.node.starts)
+    run_id = (await two.call("a", "POST", "/v1/runs", PRINT, wait=0)).document["id"]
+
+    async def queued() -> bool:
+        row = await two.store.get_run(run_id, "default")
+        return row is not None and row.state == "queued" and bool(two.workers["a"].services.queue._waits)
+
+    await until(queued)
+    tables: Any = two.store
+    del tables._queue[run_id]
+    tables._use["default"]["waiting"] -= 1
+    tables._runs[run_id] = {**tables._runs[run_id], "state": "planning", "decisions": "{}"}
+    two.workers["a"].services.queue._waits[run_id].set()
+    run = await finished(two, "a", run_id)
+    assert (run["result"]["reason"], run["result"]["started"]) == ("infra_error", False), run["result"]
+    assert "restored" in run["result"]["hint"] and "send it again" in run["result"]["hint"]
+    await two.call("a", "POST", f"/v1/runs/{first}/cancel")
+    await finished(two, "a", first)

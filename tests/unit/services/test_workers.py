@@ -124,6 +124,53 @@ async def test_a_worker_that_was_frozen_at_any_stage_does_nothing_twice(two, unt
     assert await two.store.open_execs() == []
 
 
+async def test_a_worker_that_stood_still_while_it_put_files_does_not_put_them_after_another_took_over(
+    two, until, monkeypatch
+):
+    gate = Gate(monkeypatch, two.node, "put_files")
+    document = {**SLEEP, "files": [{"path": "in.txt", "content": "你好"}]}
+    run_id = (await two.call("a", "POST", "/v1/runs", document, wait=0)).document["id"]
+    await asyncio.wait_for(gate.reached.wait(), 10)
+    two.freeze("a")
+    await until(lambda: two.node.starts)
+    gate.open.set()
+    await until(lambda: not two.workers["a"].services.runs.in_flight)
+    [put] = two.node.files.values()
+    assert len(put) == 1, "the program may have changed its input by now"
+    row = await two.store.get_run(run_id, "default")
+    view = await two.store.get_sandbox(row.sandbox_id, None)
+    [record] = await two.store.open_execs()
+    assert row.lease_version == record.lease_version == view.lease.lease_version == 2
+    assert await _commands(two, row.sandbox_id) == ["start_exec"]
+    await two.call("b", "POST", f"/v1/runs/{run_id}/cancel")
+    assert (await finished(two, "b", run_id))["result"]["reason"] == "cancelled"
+    await until(lambda: _terminated(two, row.sandbox_id))
+
+
+async def test_two_workers_that_both_take_a_run_over_leave_it_to_the_last(two, until, monkeypatch):
+    gate = Gate(monkeypatch, two.node, "put_files")
+    document = {**PRINT, "files": [{"path": "in.txt", "content": "hi"}]}
+    run_id = (await two.call("a", "POST", "/v1/runs", document, wait=0)).document["id"]
+    await asyncio.wait_for(gate.reached.wait(), 10)
+    fencing = Gate(monkeypatch, two.node, "fence")
+    await two.kill("a")
+    await asyncio.wait_for(fencing.reached.wait(), 10)
+    two.freeze("b")
+    await two.start("c")
+    run = await finished(two, "c", run_id)
+    fencing.open.set()
+    await until(lambda: not two.workers["b"].services.runs.in_flight)
+    assert run["result"]["reason"] == "ok", run["result"]
+    assert len(two.node.starts) == 1
+    [put] = two.node.files.values()
+    assert len(put) == 1
+    await until(lambda: _terminated(two, run["sandbox_id"]))
+
+
+async def _commands(cluster: Cluster, sandbox_id: str) -> list[str]:
+    return [command.kind for command in await cluster.store.open_commands(sandbox_id)]
+
+
 async def test_an_exec_of_a_dead_worker_is_waited_for_by_another(two, until):
     sandbox = (await two.call("a", "POST", "/v1/sandboxes", {})).document["id"]
     exec_id = (await two.call("a", "POST", f"/v1/sandboxes/{sandbox}/execs", {"argv": ["sleep"]}, wait=0)).document[

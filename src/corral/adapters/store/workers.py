@@ -28,11 +28,18 @@ def beat(tx: Tx, worker_id: str, ttl_ms: int, facts: str, watched: Sequence[str]
         until,
     )
     tx.rows("DELETE FROM worker WHERE alive_until < :before", {"before": tx.now - FORGET_MS})
-    for start in range(0, len(watched), 500):
-        for table, key, where in (("run", "run_id", "state <> 'finished'"), ("exec", "exec_id", _OPEN)):
+    seen = sorted({i for i in watched if i.isascii()})
+    for table, key, where in (("run", "run_id", "state <> 'finished'"), ("exec", "exec_id", _OPEN)):
+        for start in range(0, len(seen), 500):
             params: dict[str, Any] = {"until": tx.now + watch_ms}
-            ids = one_of(key, [i for i in watched[start : start + 500] if i.isascii()], params)
-            tx.rows(f"UPDATE {table} SET watched_until = :until WHERE {ids} AND {where}", params)
+            ids = one_of(key, seen[start : start + 500], params)
+            # Locked in one order by all: clients of one run may wait at two workers that beat at once.
+            locked = f"SELECT {key} FROM {table} WHERE {ids} AND {where} ORDER BY {key} {tx.for_update}"
+            tx.rows(
+                f"WITH locked AS MATERIALIZED ({locked})"
+                f" UPDATE {table} SET watched_until = :until WHERE {key} IN (SELECT {key} FROM locked)",
+                params,
+            )
     runs = tx.rows(
         "SELECT run_id, cancel_requested FROM run WHERE state <> 'finished' AND driver = :worker"
         " AND cancel_requested IS NOT NULL",

@@ -9,16 +9,18 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 
 from corral import faults
-from corral.adapters.store import postgres_session
+from corral.adapters.store import postgres_session, workers
 from corral.adapters.store.postgres import PostgresStore
 from corral.adapters.store.postgres_session import described, translated
 from corral.domain.records import LeaseChange, Transition
 from corral.errors import CorralError
+from corral.ports.workers import Beat
 from corral.testing.store import Bench, Clock, audit, refused
 from corral.testing.store.bench import EVENT, key_of
 from postgres_server import PASSWORD, PostgresServer, postgres_server, running
@@ -422,3 +424,42 @@ def test_the_server_of_a_test_leaves_nothing(tmp_path: Path) -> None:
     assert not root.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_workers_that_beat_at_once_for_clients_of_the_same_runs_wait_for_each_other_once(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, attempts, real = Clock(), 0, workers.beat
+
+    def counted(*arguments: Any) -> Beat:
+        nonlocal attempts
+        attempts += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(workers, "beat", counted)
+    stores = [PostgresStore(url, clock), PostgresStore(url, clock)]
+    bench = Bench(stores[0], clock)
+    for store in stores:
+        await store.open()
+    try:
+        for name in ("run_a", "run_z"):
+            await bench.store.submit_run(bench.run(name), audit(), None)
+        # A row is updated so slowly that both beats are under way at once, each with another row first.
+        with psycopg.connect(url, autocommit=True) as admin:
+            admin.execute(
+                "CREATE FUNCTION slowly() RETURNS trigger LANGUAGE plpgsql AS"
+                " $$ BEGIN PERFORM pg_sleep(0.5); RETURN NEW; END $$"
+            )
+            admin.execute("CREATE TRIGGER slowly BEFORE UPDATE ON run FOR EACH ROW EXECUTE FUNCTION slowly()")
+        others = [f"run_m{n}" for n in range(499)]
+        await asyncio.gather(
+            stores[0].beat("w_1", 60_000, {}, ["run_a", *others, "run_z"], 60_000),
+            stores[1].beat("w_2", 60_000, {}, ["run_z", *others, "run_a"], 60_000),
+        )
+        assert attempts == 2, "one was ended for a deadlock and run again"
+        for name in ("run_a", "run_z"):
+            row = await bench.store.get_run(name, "default")
+            assert row is not None and row.watched_until > 0
+    finally:
+        for store in stores:
+            await store.close()
