@@ -47,6 +47,7 @@ class Webhooks:
     def __init__(self, core: Core, documents: Documents) -> None:
         self._core = core
         self._documents = documents
+        self._tries: set[asyncio.Task[Any]] = set()
 
     # -- deliveries ------------------------------------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -78,13 +79,16 @@ class Webhooks:
                 woken.look()
 
     async def deliver(self) -> int:
-        """One attempt at each of some that are due; -> how many."""
+        """Begin one attempt at each of some that are due; -> how many. None waits for the receiver of another, up to `AT_ONCE`."""
         core = self._core
-        claimed = await core.store.claim_deliveries(core.worker, CLAIM_MS, AT_ONCE)
+        if len(self._tries) >= AT_ONCE:
+            await asyncio.wait(self._tries, return_when=asyncio.FIRST_COMPLETED)
+        claimed = await core.store.claim_deliveries(core.worker, CLAIM_MS, AT_ONCE - len(self._tries))
         # A stop waits for them, bounded: whoever ran one command only is gone with it.
-        tries = [core.spawn(self._attempt(each), each.delivery_id, last=True) for each in claimed]
-        if tries:
-            await asyncio.wait(tries)
+        for each in claimed:
+            task = core.spawn(self._attempt(each), each.delivery_id, last=True)
+            self._tries.add(task)
+            task.add_done_callback(self._tries.discard)
         return len(claimed)
 
     async def _attempt(self, delivery: Delivery) -> None:

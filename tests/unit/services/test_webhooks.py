@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -197,6 +198,26 @@ async def test_an_operator_may_name_a_private_range_and_plain_http(world, receiv
     core.policy = replace(core.policy, webhooks=replace(rules, allow=False))
     reply = await world.call("POST", "/v1/runs", {**PRINT, "webhook": URL}, wait=10)
     assert reply.status == 403 and reply.document["code"] == "policy_denied"
+
+
+async def test_a_receiver_that_is_slow_holds_up_no_other(world, receiver, until, monkeypatch):
+    real, begun, let = receiver.post, asyncio.Event(), asyncio.Event()
+
+    async def post(request):
+        if not begun.is_set():
+            begun.set()
+            await let.wait()
+        return await real(request)
+
+    monkeypatch.setattr(receiver, "post", post)
+    slow = await run(world)
+    await begun.wait()
+    for _ in range(10):
+        await until(in_state(world, await run(world), "delivered"))
+    assert (await shown(world, slow))["state"] == "pending"
+    let.set()
+    await until(in_state(world, slow, "delivered"))
+    assert len(receiver.posts) == 11
 
 
 async def test_a_killed_owner_leaves_deliveries_to_the_next_one(world, until):
