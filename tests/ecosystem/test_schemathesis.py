@@ -70,8 +70,10 @@ def url() -> Iterator[str]:
         "CORRAL_RUNTIMES": "bubblewrap",
     }
     corral = [sys.executable, "-c", "from corral.cli.main import main; main()"]
+    # It tries wrong keys with every call, and expects the same refusal each time.
+    patient = "from corral.api import auth; auth.WRONG = 10**9; from corral.cli.main import main; main()"
     serve = subprocess.Popen(
-        [*corral, "serve", "--port", "0"],
+        [sys.executable, "-c", patient, "serve", "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
         env={**environment, "CORRAL_ADMIN_KEY": KEY},

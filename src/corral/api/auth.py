@@ -53,7 +53,9 @@ class Gate:
         if self._key.accepts(given):
             return Caller()
         secret = secret_of(given)
-        verdict = Verdict(None, "no key") if secret is None else await self._admission.of(secret)
+        if secret is None:
+            raise refused()  # nothing was tried
+        verdict = await self._admission.of(secret)
         if verdict.caller is not None:
             return verdict.caller
         await self._count(verdict, address)
