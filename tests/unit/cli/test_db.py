@@ -82,7 +82,7 @@ def test_a_backup_is_a_database(corral: Call, state: Path, tmp_path: Path) -> No
 def test_a_damaged_one_is_told_with_status_1(corral: Call, state: Path) -> None:
     corral("db", "upgrade")
     with sqlite3.connect(state / "corral.db") as connection:
-        connection.execute("INSERT INTO sandbox_lease VALUES ('sbx_gone', NULL, 0, 0, 0, 0)")
+        connection.execute("INSERT INTO sandbox_lease VALUES ('sbx_gone', NULL, 0, 0, 0, 0, NULL)")
     connection.close()
     told = corral("db", "check")
     assert told.status == 1 and b"leases of no sandbox" in told.out
