@@ -140,6 +140,13 @@ class RedisCoordination:
                 await self._connected(first)
             except ExceptionGroup as group:
                 why = _said(group)
+            except asyncio.CancelledError:
+                # The group's own, which came late because the library held it up: only a close ends this task.
+                task = asyncio.current_task()
+                if self._task is None or task is None:
+                    raise
+                while task.cancelling():
+                    task.uncancel()
             except Exception as error:  # whatever the library raises: nobody else would begin again
                 why = _said(error)
             if self._epoch != began:
