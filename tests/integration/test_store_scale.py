@@ -125,7 +125,7 @@ ALL_THAT_LIVES = {
     # Each returns what lives on a node, and reads no more than that.
     "list_instances living": lambda tx: transactions.list_instances(tx, "node_1", ("warming", "warm", "bound")),
 }
-LITTLE = ("worker", "picked", "tenant_use", "tenant", "run_queue")
+LITTLE = ("worker", "picked", "locked", "tenant_use", "tenant", "run_queue")
 """What may be read whole."""
 ELSEWHERE = {
     "open close installation_id": "no work on rows",

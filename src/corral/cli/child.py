@@ -16,13 +16,15 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Child:
-    """`status`: a pipe to the parent; `descriptors`: listening sockets and the lock of the state directory, by name."""
+    """`status`: a pipe to the parent; `descriptors`: listening sockets and the lock of the state directory, by name; `first`: nothing of this server has
+    answered yet, so that what its settings name and what is not there is a mistake in them."""
 
     parent: int
     status: int
     name: str = ""
     descriptors: dict[str, int] = field(default_factory=dict)
     tls: tuple[str, str] | None = None
+    first: bool = False
 
     def to_json(self) -> str:
         """What `take` reads. Nothing in it is secret: it is seen in the list of processes."""

@@ -184,7 +184,8 @@ class Replicas:
         else:
             words = ["node", "serve"]
             environ = {name: value for name, value in environ.items() if name not in DATABASE}
-        given = Child(os.getpid(), writer, slot.name, descriptors, self._tls if slot.kind == "replica" else None)
+        tls = self._tls if slot.kind == "replica" else None
+        given = Child(os.getpid(), writer, slot.name, descriptors, tls, first=not self._told_up)
         try:
             process = subprocess.Popen(
                 [*_ourselves(), *words, "--as-child", given.to_json()],

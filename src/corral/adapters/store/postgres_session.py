@@ -139,7 +139,10 @@ def refusal(error: psycopg.Error, where: str) -> CorralError:
     if state in ("3D000", "55000") or (not state and "FATAL" in told and _ABSENT.search(told)):
         # Not for good: this is what a database that is being restored looks like.
         return CorralError(
-            "store_error", f"{where} is not there: {told}", hint="does the database URL name the right one?"
+            "store_error",
+            f"{where} is not there: {told}",
+            hint="does the database URL name the right one?",
+            field="database_url",
         )
     if state in ("28P01", "28000") or (not state and "FATAL" in told and _REFUSED.search(told)):
         return CorralError(
