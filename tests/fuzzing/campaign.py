@@ -36,7 +36,7 @@ WATCHED = tuple(
     for part in (
         "channel/",
         "node/",
-        "linux/guesttree.py",
+        "linux/guesttree/",
         "linux/manifest.py",
         "client/trees.py",
         "guest/protocol.py",

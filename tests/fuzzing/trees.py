@@ -18,8 +18,7 @@ from typing import Any
 
 from corral.client import trees as client_trees
 from corral.errors import CorralError
-from corral.linux import guesttree
-from corral.linux.guesttree import Caps, GuestTree, remove_tree
+from corral.linux.guesttree import Caps, GuestTree, beneath, remove_tree
 from corral.node import files
 from corral.ports.runtime import HostTree
 
@@ -254,7 +253,7 @@ def run(case: Case) -> VirtualLoop:
 @contextlib.contextmanager
 def _restless(place: Place, tape: Tape) -> Iterator[None]:
     """Before some of the host's steps into the tree, the sandbox changes it: what it saw just now is something else."""
-    real, restless, busy = guesttree.open_beneath, 0, False
+    real, restless, busy = beneath.open_one, 0, False
 
     def opened(directory: int, name: bytes, flags: int, mode: int = 0) -> int:
         nonlocal restless, busy
@@ -268,7 +267,7 @@ def _restless(place: Place, tape: Tape) -> Iterator[None]:
                 busy = False
         return real(directory, name, flags, mode)
 
-    with replaced(open=(guesttree, "open_beneath", opened)):
+    with replaced(open=(beneath, "open_one", opened)):
         yield
 
 

@@ -26,7 +26,7 @@ def test_a_host_that_follows_links_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     def plainly(directory: int, name: bytes, flags: int, mode: int = 0) -> int:
         return os.open(name, flags & ~os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=directory)
 
-    monkeypatch.setattr(trees.guesttree, "open_beneath", plainly)
+    monkeypatch.setattr(trees.beneath, "open_one", plainly)
     with pytest.raises(Broken):
         campaign.some("trees", 1, 300, seconds=60.0)
 

@@ -18,6 +18,7 @@ from corral.client import trees
 from corral.errors import CorralError
 from corral.guest import protocol
 from corral.linux import guesttree
+from corral.linux.guesttree import copying, ids
 from corral.node import files, transfers
 from corral.ports.runtime import HostTree
 
@@ -221,18 +222,18 @@ def test_outputs_that_change_their_kind_while_they_are_copied_are_no_failure(
     gid = 65534 if os.geteuid() == 0 else os.getegid()
     for path in (tmp_path, tree, tree / "a", tree / "a" / "b"):
         path.chmod(0o755)
-    real = guesttree.GuestTree._copy_one
+    real = copying._copy_one
 
-    def copied(self: Any, *values: Any) -> int:
-        size = real(self, *values)
-        with guesttree._host_ids(self._user):  # the test's directories are closed to the sandbox's user
+    def copied(*values: Any) -> int:
+        size = real(*values)
+        with ids.host_ids(values[-1]):  # the test's directories are closed to the sandbox's user
             if (tree / "a").is_dir():
                 (tree / "a").rename(tmp_path / "away")
                 (tree / "a").write_text("second")
                 (tree / "a").chmod(0o644)
         return size
 
-    monkeypatch.setattr(guesttree.GuestTree, "_copy_one", copied)
+    monkeypatch.setattr(copying, "_copy_one", copied)
     if os.geteuid() == 0:
         for path in (tmp_path, tree, tree / "a", tree / "a" / "b"):
             os.chown(path, uid, gid)
