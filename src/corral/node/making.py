@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 from corral import faults
@@ -41,6 +43,53 @@ class Clock:
         now = time.monotonic()
         self.phases[name] = round((now - self._at) * 1000, 3)
         self._at = now
+
+
+class Turns:
+    """So many instances are made at once, the others wait their turn: a guest that shares the host with hundreds of beginners is too late.
+
+    Whoever is given up while it waits is not made at all.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._free = at_once
+        self._waiting: OrderedDict[str, asyncio.Future[None]] = OrderedDict()
+
+    @contextlib.asynccontextmanager
+    async def of(self, instance_id: str) -> AsyncIterator[None]:
+        """Inside it is this one's turn; `sandbox_deleted` when it was given up before."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(instance_id)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, instance_id: str) -> None:
+        turn = self._waiting[instance_id] = asyncio.get_running_loop().create_future()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._waiting.pop(instance_id, None)
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._pass_on()  # it had just come
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            _, turn = self._waiting.popitem(last=False)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def give_up(self, instance_id: str) -> None:
+        """It is to be removed: its turn does not come any more. Not waiting: nothing."""
+        turn = self._waiting.pop(instance_id, None)
+        if turn is not None and not turn.done():
+            turn.set_exception(CorralError("sandbox_deleted", "it was removed before it was made"))
 
 
 def ref_to_json(ref: InstanceRef) -> dict[str, Any]:

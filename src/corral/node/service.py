@@ -64,6 +64,9 @@ ENVIRONMENT = {
 }
 """What every exec has unless its spec says otherwise."""
 
+MADE_AT_ONCE = 8
+"""At least; on hosts of more processors four for each of them."""
+
 
 class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing, Floors):
     """See `ports.node.Node`. No I/O before `open`."""
@@ -85,6 +88,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing, Floors):
         self._journal = Journal(os.path.join(self._state, "node"))
         self._bodies: dict[str, Body] = {}
         self._creating: dict[str, asyncio.Future[InstanceReport]] = {}
+        self._turns = making.Turns(max(MADE_AT_ONCE, 4 * (os.cpu_count() or 1)))
         self._destroying: dict[str, asyncio.Task[Evidence]] = {}
         self._saves, self._writing = set(), {}
         self._execs: dict[str, Exec] = {}
@@ -365,30 +369,32 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing, Floors):
             snapshotted = {"born_as": snapshot.instance_id, "disk_base": snapshot.disk_base}
         clock.lap("template_ms")
         deadline_at = time.monotonic() + request.deadline_s
-        witness.note("create", instance=request.instance_id, sandbox=request.sandbox_id, fence=request.fence)
-        body = await making.make(
-            request,
-            runtime,
-            self._journal,
-            directory=self._directory(request.instance_id),
-            rootfs=template.path,
-            interpreter=interpreter,
-            installation_id=self._installation,
-            facts={
-                "runtime": request.runtime,
-                "template_digest": template.digest,
-                "security_level": info.security_level,
-                "modes": dataclasses.asdict(info.limits),
-                "limits": dataclasses.asdict(request.limits),
-                "deadline_at": deadline_at,
-                "interpreter": os.path.basename(interpreter),
-                "sandbox_id": request.sandbox_id,
-                **snapshotted,
-            },
-            image=image,
-            body_of=lambda instance, data: self._body(request.instance_id, runtime, instance, data),
-            clock=clock,
-        )
+        async with self._turns.of(request.instance_id):
+            clock.lap("turn_ms")
+            witness.note("create", instance=request.instance_id, sandbox=request.sandbox_id, fence=request.fence)
+            body = await making.make(
+                request,
+                runtime,
+                self._journal,
+                directory=self._directory(request.instance_id),
+                rootfs=template.path,
+                interpreter=interpreter,
+                installation_id=self._installation,
+                facts={
+                    "runtime": request.runtime,
+                    "template_digest": template.digest,
+                    "security_level": info.security_level,
+                    "modes": dataclasses.asdict(info.limits),
+                    "limits": dataclasses.asdict(request.limits),
+                    "deadline_at": deadline_at,
+                    "interpreter": os.path.basename(interpreter),
+                    "sandbox_id": request.sandbox_id,
+                    **snapshotted,
+                },
+                image=image,
+                body_of=lambda instance, data: self._body(request.instance_id, runtime, instance, data),
+                clock=clock,
+            )
         self._bodies[request.instance_id] = body
         self._note("fenced", request.instance_id, fence=request.fence, mode="kill")
         body.watch(max(0.0, deadline_at - time.monotonic()))
@@ -406,6 +412,7 @@ class LocalNode(FileCalls, TemplateCalls, MemorySnapshots, Pausing, Floors):
     # -- destruction ---------------------------------------------------------------------------------------------------
     async def destroy(self, instance_id: str, reason: str) -> Evidence:
         if instance_id in self._creating:
+            self._turns.give_up(instance_id)
             with contextlib.suppress(CorralError, asyncio.CancelledError):
                 await asyncio.shield(self._creating[instance_id])
         if instance_id in self._destroying:

@@ -774,6 +774,8 @@ class Lifecycle:
         condemned.set()
         known: SandboxView | None = view
         if (making := self._providing.get(sandbox_id)) is not None:
+            if view.instance is not None:  # one that waits for its turn to be made need not have it any more
+                await self._removed(view.instance.instance_id, cause)
             await asyncio.wait({making})  # an instance that is half made is removed when its maker has stopped
             known = None
         return await self._core.endure(lambda: self._remove(sandbox_id, cause, known))
