@@ -41,6 +41,8 @@ ALIVE = ("leased", "running")
 REMOVE_S = 10.0
 """What the removal of an exec's code may take: its caller waits for it."""
 NOT_THERE = ("not_found", "guest_lost", "sandbox_lost", "sandbox_deleted", "lease_lost")
+NOT_NOW = (*NOT_THERE, "lease_held", "sandbox_paused", "illegal_transition", "conflict")
+"""Why a sandbox takes no further exec; those that it has taken are there all the same."""
 OPEN_EXEC = ("starting", "running")
 SIGNALS = {
     "HUP": 1, "INT": 2, "QUIT": 3, "KILL": 9, "USR1": 10, "USR2": 12, "PIPE": 13, "ALRM": 14, "TERM": 15,
@@ -234,6 +236,28 @@ class Sandboxes:
         core = self._core
         core.check_open()
         request = parse_exec(document, core.host)
+        if wait_s is None:
+            wait_s = default_wait_s if request.wait_s is None else request.wait_s
+        try:
+            return await self._start_exec(caller, sandbox_id, request, idempotency, lease, wait_s)
+        except CorralError as error:
+            if idempotency is None or error.code not in NOT_NOW:
+                raise
+            # The sandbox has gone on since the first call, whose answer may have been lost: that one's exec is what is asked for.
+            if (made := await core.store.made_under(idempotency)) is None:
+                raise
+            return await self.wait_exec(caller, made, wait_s)
+
+    async def _start_exec(
+        self,
+        caller: Caller,
+        sandbox_id: str,
+        request: ExecRequest,
+        idempotency: Idempotency | None,
+        lease: str | None,
+        wait_s: float,
+    ) -> ExecRecord:
+        core = self._core
         self._languages.runner(request.language)
         view, owner, ttl_ms = await self._held(caller, sandbox_id, lease, latest=lease is None)
         await self._languages.check_tools(request.language, view.sandbox.template_id)
@@ -275,8 +299,6 @@ class Sandboxes:
             record = replace(record, incarnation=fence.incarnation, lease_version=fence.token)
         if after is not None or core.driver in (None, record.driver):
             self.drive(record, view=after)
-        if wait_s is None:
-            wait_s = default_wait_s if request.wait_s is None else request.wait_s
         # A row of this very call has had no news yet: nothing ran between its commit and the listening.
         return await self.wait_exec(caller, record.exec_id, wait_s, record if after is not None else None)
 

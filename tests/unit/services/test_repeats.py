@@ -30,3 +30,24 @@ async def test_more_old_keys_than_one_look_removes_go_with_the_next_looks(world,
     world.services.upkeep._forgets_at_s = 0.0
     await until(lambda: len(world.store._keys) == 1)
     assert await world.store.made_under(key) == "run_1"
+
+
+async def test_a_repeated_exec_is_the_first_one_whatever_became_of_its_sandbox_meanwhile(world):
+    box = (await world.call("POST", "/v1/sandboxes", {})).document["id"]
+    call = {"argv": ["print", "x"]}
+
+    async def again(key="k1"):
+        return await world.call("POST", f"/v1/sandboxes/{box}/execs", call, h_idempotency_key=key, wait="5")
+
+    first = (await again()).document["id"]
+    assert (await world.call("POST", f"/v1/sandboxes/{box}/pause")).status == 200
+    while_paused = await again()
+    assert (while_paused.status, while_paused.document["id"]) == (200, first)
+    assert (await again("k2")).document["code"] == "sandbox_paused"
+    assert (await world.call("DELETE", f"/v1/sandboxes/{box}")).status == 200
+    gone = await again()
+    assert (gone.status, gone.document["id"]) == (200, first)
+    assert gone.document["result"]["reason"] == "ok", "what ran is not told as never begun"
+    assert (await again("k2")).document["code"] == "sandbox_deleted"
+    call["argv"] = ["print", "y"]
+    assert (await again()).document["code"] == "idempotency_conflict"
