@@ -160,8 +160,8 @@ class Host:
     async def run(self, instance: str, *argv: str, **spec: Any) -> tuple[ExecFacts, bytes, bytes]:
         exec_id = await self.begin(instance, *argv, **spec)
         facts = await self.node.wait_exec(exec_id)
-        out = b"".join(await self.node.read_output(exec_id, "stdout"))
-        return facts, out, b"".join(await self.node.read_output(exec_id, "stderr"))
+        out = b"".join([piece async for piece in self.node.kept_output(exec_id, "stdout")])
+        return facts, out, b"".join([piece async for piece in self.node.kept_output(exec_id, "stderr")])
 
     async def sh(self, instance: str, script: str, **spec: Any) -> tuple[ExecFacts, bytes, bytes]:
         return await self.run(instance, "/bin/sh", "-c", script, **spec)
@@ -347,7 +347,7 @@ time.sleep(60)
 async def spoken(host: Host, exec_id: str, words: bytes) -> None:
     """Until it has said so much."""
     until = time.monotonic() + 60
-    while b"".join(await host.node.read_output(exec_id, "stdout")) != words:
+    while b"".join([piece async for piece in host.node.kept_output(exec_id, "stdout")]) != words:
         assert time.monotonic() < until
         await asyncio.sleep(0.01)
 
@@ -378,7 +378,7 @@ async def test_a_kill_ends_the_whole_tree_and_the_host_sees_it(host: Host, how: 
     facts = await host.node.wait_exec(exec_id)
     assert time.monotonic() - begun < 20
     assert (facts.ended_by, facts.killed_all, facts.sandbox_lost) == (how, True, False)
-    assert b"".join(await host.node.read_output(exec_id, "stdout")) == b"start\n"
+    assert b"".join([piece async for piece in host.node.kept_output(exec_id, "stdout")]) == b"start\n"
     assert await of_execs(body) == []
     first = (await host.sh(ins, "stat -c %s beat"))[1]
     await asyncio.sleep(0.3)
@@ -579,7 +579,7 @@ async def test_a_start_cut_short_after_its_frame_stays_known(host: Host, monkeyp
     await host.start()
     facts = await asyncio.wait_for(host.node.wait_exec(exec_id), 30)
     assert (facts.started, facts.exit_code) == (True, 0)
-    assert await host.node.read_output(exec_id, "stdout") == (b"ran\n", b"")
+    assert b"".join([piece async for piece in host.node.kept_output(exec_id, "stdout")]) == b"ran\n"
 
 
 async def test_a_link_planted_in_the_way_of_the_hosts_files_leads_nowhere(host: Host, tmp_path: Path) -> None:
@@ -647,7 +647,9 @@ async def test_a_node_killed_in_the_middle_loses_no_byte_and_no_exit_code(host: 
     assert await host.node.instances() == [ins]
     facts = await host.node.wait_exec(counter)
     assert (facts.started, facts.exit_code, facts.ended_by) == (True, 5, None)
-    assert b"".join(await host.node.read_output(counter, "stdout")) == b"".join(b"line %d\n" % n for n in range(3000))
+    assert b"".join([piece async for piece in host.node.kept_output(counter, "stdout")]) == b"".join(
+        b"line %d\n" % n for n in range(3000)
+    )
     assert (await host.node.wait_exec(quick)).exit_code == 4
     await host.node.end_exec(sleeper, "cancelled")
     assert (await host.node.wait_exec(sleeper)).ended_by == "cancelled"
@@ -678,7 +680,7 @@ async def test_a_node_that_dies_at_a_fault_point_leaves_nothing_that_open_and_gc
         else:
             assert facts.exit_code is None
             assert facts.infra is not None
-            assert b"".join(await host.node.read_output(exec_id, "stdout")) == b""
+            assert b"".join([piece async for piece in host.node.kept_output(exec_id, "stdout")]) == b""
         with contextlib.suppress(CorralError):
             await host.node.destroy(ins, "test")
     await host.node.gc()
@@ -695,7 +697,7 @@ async def test_a_sandbox_whose_pid_1_is_killed_is_lost_at_once_and_its_execs_say
     facts = await host.node.wait_exec(exec_id)
     assert time.monotonic() - begun < 20
     assert (facts.sandbox_lost, facts.exit_code, facts.started) == (True, None, True)
-    assert b"".join(await host.node.read_output(exec_id, "stdout")) == b"said\n"
+    assert b"".join([piece async for piece in host.node.kept_output(exec_id, "stdout")]) == b"said\n"
     assert await asyncio.wait_for(host.node.lost(), 5) == ins
 
 

@@ -112,7 +112,7 @@ class Host:
         exec_id = fresh("exe")
         await self.node.start_exec(instance, self.fences[instance], ExecSpec(exec_id, argv, **spec))
         facts = await self.node.wait_exec(exec_id)
-        return facts, b"".join(await self.node.read_output(exec_id, "stdout"))
+        return facts, b"".join([piece async for piece in self.node.kept_output(exec_id, "stdout")])
 
     async def python(self, instance: str, code: str, **spec: Any) -> tuple[ExecFacts, bytes]:
         return await self.run(instance, *PYTHON_ARGV, "-c", code, **spec)
@@ -396,7 +396,7 @@ async def test_a_node_that_comes_later_goes_on_with_it(host: Host) -> None:
     await host.node.put_files(ins, host.fences[ins], [("go", 0o644, b"")])
     facts = await asyncio.wait_for(host.node.wait_exec(exec_id), 60)
     assert facts.exit_code == 0
-    assert b"".join(await host.node.read_output(exec_id, "stdout")) == "begun\n你好\n".encode()
+    assert b"".join([piece async for piece in host.node.kept_output(exec_id, "stdout")]) == "begun\n你好\n".encode()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

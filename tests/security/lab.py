@@ -125,7 +125,7 @@ class Server:
         facts = await self.node.wait_exec(exec_id)
         answer = dataclasses.asdict(facts)
         for stream in ("stdout", "stderr"):
-            kept = b"".join(await self.node.read_output(exec_id, stream))  # type: ignore[arg-type]
+            kept = b"".join([piece async for piece in self.node.kept_output(exec_id, stream)])  # type: ignore[arg-type]
             answer[stream + "_bytes"] = base64.b64encode(kept).decode()
         return answer
 

@@ -16,6 +16,7 @@ from typing import Any
 from corral.api import sse
 from corral.api.auth import Gate, Watch, refused
 from corral.api.keys import AdminKey
+from corral.api.pieces import encoded, written
 from corral.api.problems import discreet, problem, read_body
 from corral.api.routes import Reply, Request, dispatch
 from corral.api.turns import Turns
@@ -273,6 +274,7 @@ def _request(scope: Scope, receive: Receive) -> Request:
         {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]},
         _Body(receive),
         caller=Caller(),
+        pieces=True,
     )
 
 
@@ -312,14 +314,16 @@ class _Body:
 
 
 async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns: Turns) -> bool | None:
-    """A `Reply` on the wire, without its body for HEAD. JSON is ASCII, so that lone surrogates of foreign paths survive.
+    """A `Reply` on the wire, without its body for HEAD.
 
     -> whether all of it was sent; None when nothing was, because the client went away before there was anything.
     """
     headers = [(b"content-type", reply.media_type.encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in reply.headers.items()]
     if reply.raw is None and reply.events is None:
-        body = b"" if reply.document is None else json.dumps(reply.document, separators=(",", ":")).encode()
+        body, parts = (b"", []) if reply.document is None else encoded(reply.document)
+        if parts:
+            return await _answer(replace(reply, document=None, raw=written(parts)), receive, send, head, turns)
         if not any(name == b"content-length" for name, _ in headers):  # an answer to HEAD says how long it would be
             headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})

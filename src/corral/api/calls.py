@@ -23,7 +23,10 @@ MAX_WAIT_S = 3600.0
 
 @dataclass(frozen=True)
 class Request:
-    """One call. `document` is a body that is decoded already (in process); header names are lower-case."""
+    """One call. `document` is a body that is decoded already (in process); header names are lower-case.
+
+    `pieces`: the document of the answer may hold what is only read when it is written (`services.output.LargeStream`).
+    """
 
     method: str
     path: str
@@ -32,6 +35,7 @@ class Request:
     body: bytes | AsyncIterator[bytes] = b""
     document: Any = None
     caller: Caller = field(default_factory=Caller)
+    pieces: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from corral.api.calls import (
     ANY_KEY,
     ANYBODY,
     Reply,
+    Json,
     Request,
     Route,
     choice_of,
@@ -33,6 +34,7 @@ from corral.api.rate import check_rate
 from corral.domain.identity import ADMIN, READ, RUN, check_may
 from corral.domain.quantities import shown
 from corral.domain.result import refusal
+from corral.domain.records import RunRecord
 from corral.errors import CorralError
 from corral.services import readiness
 from corral.services.control import Services
@@ -179,10 +181,17 @@ async def _primed(source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEve
 async def submit_run(services: Services, request: Request) -> Reply:
     wait = seconds_of(request, "wait", DEFAULT_WAIT_S)
     output, view = _view(request)
+async def _run_document(
+    services: Services, request: Request, run: RunRecord, output: bool = True, view: int | None = None
+) -> Json:
+    document = await services.documents.run(run, output=output, view=view, pieces=request.pieces)
+    return await queue.whole(services, run, document)
+
+
     document = await document_of(request)
     key = idempotency_of(request, "POST /v1/runs", document)
     run = await services.runs.submit(request.caller, document, key, wait)
-    answer = await queue.whole(services, run, await services.documents.run(run, output=output, view=view))
+    answer = await _run_document(services, request, run, output, view)
     location = {"Location": f"/v1/runs/{run.run_id}"}
     return Reply(200, answer) if run.state == "finished" else Reply(202, answer, location)
 
@@ -196,14 +205,14 @@ async def list_runs(services: Services, request: Request) -> Reply:
 async def get_run(services: Services, request: Request, run_id: str) -> Reply:
     output, view = _view(request)
     run = await services.runs.wait(request.caller, run_id, seconds_of(request, "wait", 0.0))
-    return Reply(200, await queue.whole(services, run, await services.documents.run(run, output=output, view=view)))
+    return Reply(200, await _run_document(services, request, run, output, view))
 
 
 async def cancel_run(services: Services, request: Request, run_id: str) -> Reply:
     wait = seconds_of(request, "wait", 10.0)
     await services.runs.cancel(request.caller, run_id, "cancelled")
     run = await services.runs.wait(request.caller, run_id, wait)
-    answer = await queue.whole(services, run, await services.documents.run(run))
+    answer = await _run_document(services, request, run)
     return Reply(200 if run.state == "finished" else 202, answer)
 
 
@@ -260,7 +269,7 @@ async def start_exec(services: Services, request: Request, sandbox_id: str) -> R
     refused = None if record.result is None else refusal(record.result["reason"], record.result["hint"])
     if refused is not None:
         raise refused
-    answer = await services.documents.exec(record, output=output, view=view)
+    answer = await services.documents.exec(record, output=output, view=view, pieces=request.pieces)
     location = {"Location": f"/v1/execs/{record.exec_id}"}
     return Reply(200 if record.result is not None else 202, answer, location)
 
@@ -302,7 +311,7 @@ async def sandbox_logs(services: Services, request: Request, sandbox_id: str) ->
 async def get_exec(services: Services, request: Request, exec_id: str) -> Reply:
     output, view = _view(request)
     record = await services.sandboxes.wait_exec(request.caller, exec_id, seconds_of(request, "wait", 0.0))
-    return Reply(200, await services.documents.exec(record, output=output, view=view))
+    return Reply(200, await services.documents.exec(record, output=output, view=view, pieces=request.pieces))
 
 
 async def stream_exec(services: Services, request: Request, exec_id: str) -> Reply:
@@ -324,7 +333,7 @@ async def exec_artifact(services: Services, request: Request, exec_id: str, path
 async def cancel_exec(services: Services, request: Request, exec_id: str) -> Reply:
     lease = request.headers.get("corral-lease")
     record = await services.sandboxes.cancel_exec(request.caller, exec_id, "cancelled", lease)
-    return Reply(200, await services.documents.exec(record))
+    return Reply(200, await services.documents.exec(record, pieces=request.pieces))
 
 
 async def signal_exec(services: Services, request: Request, exec_id: str) -> Reply:

@@ -378,8 +378,7 @@ def stream_document(facts: StreamFacts, head: bytes, tail: bytes) -> dict[str, A
     produced = max(facts.produced, kept)
     truncated = kept < produced
     if truncated:
-        before = "" if not head or head.endswith(b"\n") else "\n"
-        marker = f"{before}[… {produced - kept} bytes omitted …]\n"
+        marker = omission(produced - kept, after_line=not head or head.endswith(b"\n"))
         text = head.decode("utf-8", "replace") + marker + tail.decode("utf-8", "replace")
         exact = False
     else:
@@ -393,6 +392,11 @@ def stream_document(facts: StreamFacts, head: bytes, tail: bytes) -> dict[str, A
         "base64": None if exact else base64.b64encode(head + tail).decode("ascii"),
         "head_bytes": len(head) if truncated else None,
     }
+
+
+def omission(size: int, *, after_line: bool) -> str:
+    """The line that stands where bytes were left out."""
+    return f"{'' if after_line else chr(10)}[… {size} bytes omitted …]\n"
 
 
 def limit_hits(facts: ExecFacts, limits: Limits, modes: LimitModes) -> dict[str, bool]:

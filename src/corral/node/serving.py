@@ -230,14 +230,14 @@ class _Peer:
         call.task = asyncio.get_running_loop().create_task(self._guarded(number, call, name, work, attempts))
         self._server.work.add(call.task)
         call.task.add_done_callback(self._server.work.discard)
+        call.task.add_done_callback(
+            lambda _: self._calls.pop(number, None)
+        )  # also of one that is cancelled before it begins
 
     async def _guarded(self, number: int, call: _Call, name: str, work: Work, attempts: int) -> None:
         """The call, whose caller hears in any case how it ended, unless it has given up."""
-        try:
-            while not await self._done(number, call, name, work, last=attempts <= 1):
-                attempts -= 1
-        finally:
-            self._calls.pop(number, None)
+        while not await self._done(number, call, name, work, last=attempts <= 1):
+            attempts -= 1
 
     async def _done(self, number: int, call: _Call, name: str, work: Work, *, last: bool) -> bool:
         """False: this one had joined another caller's call, which that one has cancelled, so it is this one's to do."""

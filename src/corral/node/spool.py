@@ -179,10 +179,16 @@ class Spool:
                 answer[stream] = StreamFacts(produced, head, min(keep - keep // 2, there - head))
         return answer
 
-    def head_and_tail(self, stream: Stream, facts: StreamFacts) -> tuple[bytes, bytes]:
-        """The kept bytes; tail empty when nothing was dropped. Reads from disk: call it in a thread."""
+    async def kept(self, stream: Stream, facts: StreamFacts, offset: int = 0) -> AsyncIterator[bytes]:
+        """The kept bytes from the `offset`th of them, in pieces: head, then tail; no piece has of both."""
         start = self.on_disk[stream] - facts.tail
-        return self._read(stream, 0, facts.head), self._read(stream, start, facts.tail)
+        for begin, size in ((0, facts.head), (start, facts.tail)):
+            at, end = begin + min(offset, size), begin + size
+            offset -= min(offset, size)
+            while at < end and (piece := self._read(stream, at, min(PIECE, end - at))):
+                at += len(piece)
+                yield piece
+                await asyncio.sleep(0)
 
     async def raw(self, stream: Stream) -> AsyncIterator[bytes]:
         """Everything on disk now, in pieces."""

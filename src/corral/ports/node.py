@@ -411,8 +411,13 @@ class Node(Protocol):
         """Kill the whole tree (TERM, grace, KILL) and let `wait_exec` tell `ended_by`. Returns when it is ended. Idempotent."""
         ...
 
-    async def read_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> tuple[bytes, bytes]:
-        """(head, tail) as kept; tail empty when nothing was dropped."""
+    def kept_output(
+        self, exec_id: str, stream: Literal["stdout", "stderr"], *, offset: int = 0
+    ) -> AsyncIterator[bytes]:
+        """What is kept, from the `offset`th byte of it: head, then tail (`StreamFacts` says how much of each), in pieces.
+
+        There may be much, so nobody on the way holds all of it. Of an exec that has ended it is the same at any time.
+        """
         ...
 
     def raw_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> AsyncIterator[bytes]:

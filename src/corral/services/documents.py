@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from corral.domain.expiry import is_unlimited
 from corral.domain.facts import StreamFacts
@@ -16,11 +16,11 @@ from corral.domain.grade import Check, check_dict, grade_host, grade_runtime
 from corral.domain.lease import is_system, named
 from corral.domain.limits import LimitModes, Limits
 from corral.domain.records import EventRecord, ExecRecord, RunRecord, SandboxView
-from corral.domain.result import limits_document, stream_document
+from corral.domain.result import limits_document
 from corral.domain.run import public_state
-from corral.errors import CorralError
 from corral.ports.node import HostFacts, Node
 from corral.ports.runtime import RuntimeInfo
+from corral.services.output import LARGE, NAMES, LargeStream, Name, glimpse, kept_document, nothing_shown
 
 Json = dict[str, Any]
 
@@ -83,8 +83,8 @@ class Documents:
             "total_ms": run.timings.get("total_ms"),
         }
 
-    async def run(self, run: RunRecord, *, output: bool = True, view: int | None = None) -> Json:
-        """The run document; `view` = character budget of the agent view."""
+    async def run(self, run: RunRecord, *, output: bool = True, view: int | None = None, pieces: bool = False) -> Json:
+        """The run document; `view` = character budget of the agent view. `pieces`: what is much may be a `LargeStream` in it."""
         document: Json = {
             "id": run.run_id,
             "state": public_state(run.state),
@@ -96,13 +96,13 @@ class Documents:
             "result": None,
         }
         if run.result is not None:
-            document["result"] = await self._result(run.result, run.exec_id, output or view is not None)
-            if view is not None:
-                _add_view(document, view, output)
+            await self._add_result(document, run.result, run.exec_id, output, view, pieces)
         return document
 
-    async def exec(self, record: ExecRecord, *, output: bool = True, view: int | None = None) -> Json:
-        """The exec document."""
+    async def exec(
+        self, record: ExecRecord, *, output: bool = True, view: int | None = None, pieces: bool = False
+    ) -> Json:
+        """The exec document; see `run`."""
         document: Json = {
             "id": record.exec_id,
             "sandbox_id": record.sandbox_id,
@@ -113,38 +113,32 @@ class Documents:
             "result": None,
         }
         if record.result is not None:
-            document["result"] = await self._result(record.result, record.exec_id, output or view is not None)
-            if view is not None:
-                _add_view(document, view, output)
+            await self._add_result(document, record.result, record.exec_id, output, view, pieces)
         return document
 
-    async def _result(self, stored: Json, exec_id: str | None, output: bool) -> Json:
-        result = dict(stored)
-        for name in ("stdout", "stderr"):
-            facts = StreamFacts(**stored[name])
-            result[name] = await self._stream(facts, exec_id, name, output)
-        return result
+    async def _add_result(
+        self, document: Json, stored: Json, exec_id: str | None, output: bool, view: int | None, pieces: bool
+    ) -> None:
+        streams = {name: StreamFacts(**stored[name]) for name in NAMES}
+        result = document["result"] = {**stored}
+        for name, facts in streams.items():
+            result[name] = await self._stream(facts, exec_id, name, output, pieces)
+        if view is not None:
+            # Here, as its regular expressions cost start-up and few calls want them.
+            from corral.domain.agent_view import agent_view
 
-    async def _stream(
-        self, facts: StreamFacts, exec_id: str | None, name: Literal["stdout", "stderr"], output: bool
-    ) -> Json:
+            seen = {**result}
+            for name, facts in streams.items():
+                if not output or isinstance(result[name], LargeStream):
+                    seen[name] = await glimpse(self._node, exec_id, name, facts)
+            document["agent_view"] = agent_view(seen, view)
+
+    async def _stream(self, facts: StreamFacts, exec_id: str | None, name: Name, output: bool, pieces: bool) -> Any:
         if not output:
-            return {
-                "bytes": facts.produced,
-                "kept_bytes": facts.kept,
-                "truncated": facts.truncated,
-                "text": None,
-                "base64": None,
-                "head_bytes": facts.head if facts.truncated else None,
-            }
-        head, tail = b"", b""
-        if facts.produced and exec_id is not None:
-            try:
-                head, tail = await self._node.read_output(exec_id, name)
-            except CorralError as error:
-                if error.code != "not_found":
-                    raise  # a spool that was removed shows as produced bytes of which none is kept
-        return stream_document(facts, head, tail)
+            return nothing_shown(facts)
+        if pieces and facts.kept > LARGE and exec_id is not None:
+            return LargeStream(self._node, exec_id, name, facts)
+        return await kept_document(self._node, exec_id, name, facts)
 
     # -- sandboxes -------------------------------------------------------------------------------------------------------------
     def sandbox(self, view: SandboxView) -> Json:
@@ -261,17 +255,6 @@ def _lease(view: SandboxView) -> Json | None:
         "acquired_at": moment(lease.acquired_at),
         "expires_at": moment(lease.expires_at),
     }
-
-
-def _add_view(document: Json, budget: int, output: bool) -> None:
-    """The agent view beside the document; the full output is left out when it was not asked for."""
-    from corral.domain.agent_view import agent_view  # its regular expressions cost start-up, few calls want them
-
-    result = document["result"]
-    document["agent_view"] = agent_view(result, budget)
-    if not output:
-        for name in ("stdout", "stderr"):
-            result[name]["text"] = result[name]["base64"] = None
 
 
 def _capabilities(info: RuntimeInfo) -> Json:

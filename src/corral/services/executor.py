@@ -21,7 +21,7 @@ from corral.domain.placement import Needs
 from corral.domain.plan import plan_by_rules
 from corral.domain.records import AuditRecord, ExecRecord, Idempotency, RunRecord, SandboxView
 from corral.domain.request import RunRequest, parse_run
-from corral.domain.result import Verdict, build_document, outcomeless_document, stream_document
+from corral.domain.result import Verdict, build_document, outcomeless_document
 from corral.domain.run import OPEN
 from corral.errors import CorralError
 from corral.ports.node import ExecSpec, Node
@@ -39,7 +39,8 @@ from corral.services.execs import (
     instance_of,
 )
 from corral.services.languages import Languages, build_limits
-from corral.services.lifecycle import RETRIES, Lifecycle, Wanted
+from corral.services.lifecycle import Lifecycle, Wanted
+from corral.services.output import NAMES, kept_document, nothing_shown
 from corral.services.queue import QUEUE, Queue, judged
 from corral.services.webhooks import WEBHOOKS
 
@@ -727,21 +728,12 @@ async def ended_document(node: Node, exec_id: str | None, result: Json, around: 
     """The document of an `ended` event: the result, with the text of a stream that kept little; of one that kept much it is null,
     since the events have carried it already."""
     shown = dict(result)
-    names: tuple[Literal["stdout"], Literal["stderr"]] = ("stdout", "stderr")
-    for name in names:
+    for name in NAMES:
         facts = StreamFacts(**(shown.get(name) or {}))
-        shown[name] = {
-            "bytes": facts.produced,
-            "kept_bytes": facts.kept,
-            "truncated": facts.truncated,
-            "text": None,
-            "base64": None,
-            "head_bytes": facts.head if facts.truncated else None,
-        }
+        shown[name] = nothing_shown(facts)
         if facts.kept <= ENDED_BYTES:
             try:
-                output = await node.read_output(exec_id, name) if facts.produced and exec_id is not None else (b"", b"")
-                shown[name] = stream_document(facts, *output)
+                shown[name] = await kept_document(node, exec_id, name, facts)
             except CorralError:
                 pass  # what is not there any more is null, as what is too much
     return {**around, "result": shown}

@@ -83,11 +83,15 @@ class Languages:
         hint = build_hint(str(language), verdict.reason, verdict.exit_code, verdict.hint)
         if verdict.reason != "nonzero_exit":
             return hint
+        full, before = False, b""
         try:
-            said = b"".join(await self._core.node.read_output(exec_id, "stderr"))
+            async for piece in self._core.node.kept_output(exec_id, "stderr"):
+                said = before + piece
+                full = full or any(words in said for words in _FULL)
+                before = said[-len(max(_FULL, key=len)) :]
         except CorralError:
             return hint
-        if any(words in said for words in _FULL):
+        if full:
             hint += f"; they speak of a full disk: the limit is {format_bytes(limits.disk_bytes)}, ask for more disk"
         return hint
 

@@ -5,6 +5,9 @@ A frame is `[kind, call, ...]`; the caller counts its calls. The callee answers 
 `WINDOW` bytes of credit, and gets more by `CREDIT` as the receiver's reader takes what has come: one that is slow keeps at most that much
 waiting. `CANCEL` from the caller ends a call whose answer nobody wants any more. The first frame of either side is `HELLO`.
 
+A frame longer than `WHOLE` goes as `PART`s, in turn with those of other calls and only as the peer reads: whatever is small, beats among
+it, passes between them. Frames of one call keep their order.
+
 A peer that hangs closes nothing. Who `watch`es sends a `PING` with each beat, which the other side's loop answers by `PONG` however long
 its calls take; after `SILENT_BEATS` of them without a byte the connection counts as broken. Beats of our own loop are counted, not time:
 one that stood still itself has not listened.
@@ -23,16 +26,18 @@ from typing import Any
 from corral.errors import CorralError
 from corral.wire.codec import pack, unpack
 
-HELLO, CALL, RESULT, ERROR, ITEM, END, CREDIT, CANCEL, PROGRESS, PING, PONG = range(11)
+HELLO, CALL, RESULT, ERROR, ITEM, END, CREDIT, CANCEL, PROGRESS, PING, PONG, PART = range(12)
 VERSIONS = (1, 1)
 """First and last version of the protocol that is spoken here."""
-MAX_FRAME = 1024 * 1024 * 1024
-"""Four times the longest answer under the policy as it comes: the kept output of an exec at its largest limit goes in one."""
+MAX_FRAME = 256 * 1024 * 1024
+"""Eight times the longest body of a request. What may be longer is a stream: output, files, archives."""
 BEAT_S = 5.0
 SILENT_BEATS = 4
 WINDOW = 256 * 1024
 PIECE = 64 * 1024
 """Longer blocks of bytes are sent in pieces."""
+WHOLE = 2 * PIECE
+"""A longer frame is sent in parts of `PIECE`."""
 
 
 class Link(asyncio.Protocol):
@@ -45,6 +50,11 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._flowing = asyncio.Event()
         self._flowing.set()
+        self._parting: dict[int, deque[memoryview]] = {}
+        """Frames that go in parts, by call; the call at the front is the next whose turn it is."""
+        self._turn: asyncio.Handle | None = None
+        self._parts: dict[int, bytearray] = {}
+        """What has come of such frames."""
         self._silent = 0
         self._beat: asyncio.TimerHandle | None = None
         self.open = False
@@ -72,27 +82,41 @@ class Link(asyncio.Protocol):
             if len(buffer) - at - 4 < length:
                 break
             try:
-                frame = unpack(bytes(memoryview(buffer)[at + 4 : at + 4 + length]))
-                if frame[0] == PING:
-                    self.send(PONG, 0)
-                elif frame[0] != PONG:
-                    self._frame(frame)
+                self._take(unpack(bytes(memoryview(buffer)[at + 4 : at + 4 + length])))
             except (ValueError, TypeError, IndexError, KeyError):  # not of our protocol
                 self.abort()
                 return
             at += 4 + length
         del buffer[:at]
 
+    def _take(self, frame: list[Any]) -> None:
+        if frame[0] == PING:
+            self.send(PONG, 0)
+        elif frame[0] == PART:
+            _, number, last, data = frame
+            joined = self._parts.setdefault(number, bytearray())
+            joined += data
+            if len(joined) > MAX_FRAME:
+                raise ValueError("a frame that is too long")
+            if last:
+                self._frame(unpack(self._parts.pop(number)))
+        elif frame[0] != PONG:
+            self._frame(frame)
+
     def pause_writing(self) -> None:
         self._flowing.clear()
 
     def resume_writing(self) -> None:
         self._flowing.set()
+        self._next_turn()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
-        if self._beat is not None:
-            self._beat.cancel()
+        for timer in (self._beat, self._turn):
+            if timer is not None:
+                timer.cancel()
+        self._parting.clear()
+        self._parts.clear()
         self._flowing.set()
         self._gone()
 
@@ -112,11 +136,41 @@ class Link(asyncio.Protocol):
             raise CorralError(
                 "infra_error",
                 f"{len(packed)} bytes at once do not go over the node's socket, at most {MAX_FRAME} do",
-                hint="a smaller output_limit keeps less",
+                hint="ask for less at a time",
                 retryable=False,
             )
-        if self.open and self._transport is not None:
+        number = frame[1]
+        if not self.open:
+            return
+        if len(packed) <= WHOLE and number not in self._parting:
+            self._write(packed)
+            return
+        self._parting.setdefault(number, deque()).append(memoryview(packed))
+        self._next_turn()
+
+    def _write(self, packed: bytes) -> None:
+        if self._transport is not None:
             self._transport.write(len(packed).to_bytes(4, "big") + packed)
+
+    def _next_turn(self) -> None:
+        # One part in each turn of the loop, so that what others have to say meanwhile is said, however quickly the peer reads.
+        if self._parting and self._turn is None and self.flowing:
+            self._turn = asyncio.get_running_loop().call_soon(self._send_part)
+
+    def _send_part(self) -> None:
+        self._turn = None
+        if not self._parting or not self.flowing:
+            return
+        number = next(iter(self._parting))
+        frames = self._parting.pop(number)
+        rest = frames.popleft()
+        piece, rest = rest[:PIECE], rest[PIECE:]
+        self._write(pack([PART, number, not rest, bytes(piece)]))
+        if rest:
+            frames.appendleft(rest)
+        if frames:
+            self._parting[number] = frames
+        self._next_turn()
 
     def watch(self) -> None:
         """From now on a peer that says nothing at all is gone."""
@@ -136,6 +190,11 @@ class Link(asyncio.Protocol):
 
     def close(self) -> None:
         """Send what is waiting, then end."""
+        for number, frames in self._parting.items():
+            for rest in frames:
+                for at in range(0, len(rest), PIECE):
+                    self._write(pack([PART, number, at + PIECE >= len(rest), bytes(rest[at : at + PIECE])]))
+        self._parting.clear()
         if self._transport is not None:
             self._transport.close()
 

@@ -96,8 +96,8 @@ class Bench:
     async def run(self, instance: str, *argv: str, **spec: Any) -> tuple[ExecFacts, bytes, bytes]:
         exec_id = await self.begin(instance, *argv, **spec)
         facts = await self.node.wait_exec(exec_id)
-        out = b"".join(await self.node.read_output(exec_id, "stdout"))
-        return facts, out, b"".join(await self.node.read_output(exec_id, "stderr"))
+        out = b"".join([piece async for piece in self.node.kept_output(exec_id, "stdout")])
+        return facts, out, b"".join([piece async for piece in self.node.kept_output(exec_id, "stderr")])
 
 
 @pytest.fixture

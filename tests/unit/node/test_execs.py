@@ -53,7 +53,7 @@ async def test_stdin_given_at_once_ends_and_without_it_there_is_none(bench: Benc
     await bench.node.stdin_exec(exec_id, b"one ", False)
     await bench.node.stdin_exec(exec_id, b"two", True)
     await bench.node.wait_exec(exec_id)
-    assert b"".join(await bench.node.read_output(exec_id, "stdout")) == b"one two"
+    assert b"".join([piece async for piece in bench.node.kept_output(exec_id, "stdout")]) == b"one two"
 
 
 async def test_a_second_start_of_the_same_exec_starts_nothing(bench: Bench) -> None:
@@ -62,7 +62,7 @@ async def test_a_second_start_of_the_same_exec_starts_nothing(bench: Bench) -> N
     await asyncio.gather(*(bench.node.start_exec(ins, FENCE, spec) for _ in range(5)))
     await bench.node.wait_exec(spec.exec_id)
     await bench.node.start_exec(ins, FENCE, spec)
-    assert b"".join(await bench.node.read_output(spec.exec_id, "stdout")) == b"once\n"
+    assert b"".join([piece async for piece in bench.node.kept_output(spec.exec_id, "stdout")]) == b"once\n"
 
 
 async def test_a_timeout_ends_the_exec_with_its_output_kept(bench: Bench) -> None:
@@ -91,10 +91,14 @@ async def test_output_above_the_kill_limit_ends_the_exec_and_head_and_tail_are_k
     facts = await bench.node.wait_exec(exec_id)
     assert facts.ended_by == "output_limit"
     assert facts.stdout.produced > 300_000
-    head, tail = await bench.node.read_output(exec_id, "stdout")
-    assert (len(head), len(tail)) == (500, 501)
+    assert (facts.stdout.head, facts.stdout.tail) == (500, 501)
     raw = b"".join([piece async for piece in bench.node.raw_output(exec_id, "stdout")])
     assert len(raw) == 300_000
+    kept = b"".join([piece async for piece in bench.node.kept_output(exec_id, "stdout")])
+    assert kept == raw[:500] + raw[-501:]
+    for offset in (1, 499, 500, 501, 1000, 1001, 5000):
+        rest = [piece async for piece in bench.node.kept_output(exec_id, "stdout", offset=offset)]
+        assert b"".join(rest) == kept[offset:], offset
     facts = (await bench.run(ins, "flood", "2000", limits=limits))[0]
     assert (facts.ended_by, facts.stdout.produced, facts.stdout.kept) == (None, 2000, 1001)
 
@@ -267,7 +271,7 @@ async def test_a_restarted_node_adopts_sandboxes_and_running_execs_to_the_byte(b
     assert (await bench.node.wait_exec(done)).exit_code == 3
     facts = await bench.node.wait_exec(lines)
     assert (facts.exit_code, facts.started) == (0, True)
-    out = b"".join(await bench.node.read_output(lines, "stdout"))
+    out = b"".join([piece async for piece in bench.node.kept_output(lines, "stdout")])
     assert out == b"".join(f"line {n}\n".encode() for n in range(0, 600, 2))
     facts = await bench.node.wait_exec(sleeper)
     assert facts.ended_by == "timeout"
@@ -299,7 +303,7 @@ async def test_an_instance_that_ended_while_no_node_lived_is_reported_lost(bench
     assert await asyncio.wait_for(bench.node.lost(), 5) == ins
     facts = await bench.node.wait_exec(sleeper)
     assert (facts.sandbox_lost, facts.exit_code, facts.started) == (True, None, True)
-    assert b"".join(await bench.node.read_output(exec_id, "stdout")) == b"said\n"
+    assert b"".join([piece async for piece in bench.node.kept_output(exec_id, "stdout")]) == b"said\n"
 
 
 async def test_the_deadline_ends_a_sandbox_that_nobody_extends(bench: Bench) -> None:
@@ -399,7 +403,7 @@ async def test_gc_removes_what_no_journal_owns_and_nothing_else(bench: Bench, tm
     counts = await bench.node.gc()
     assert counts == {"directory": 1, "spool": 1, "failed": 0}
     assert (await bench.run(ins, "echo", "alive"))[1] == b"alive\n"
-    assert b"".join(await bench.node.read_output(mine, "stdout")) == b"x\n"
+    assert b"".join([piece async for piece in bench.node.kept_output(mine, "stdout")]) == b"x\n"
 
 
 async def test_a_flood_in_one_sandbox_does_not_slow_an_exec_in_another(bench: Bench) -> None:

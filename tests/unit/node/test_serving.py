@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from corral.adapters.nodes import remote
 from corral.adapters.nodes.remote import RemoteNode
-from corral.config import data_file
 from corral.domain.fence import Fence
 from corral.domain.limits import Limits
-from corral.domain.policy import Policy
 from corral.errors import CorralError
 from corral.node.serving import NodeServer
 from corral.ports.node import Chunk, CreateInstance, Gap, HostFacts, InstanceReport
@@ -25,6 +22,15 @@ from corral.wire import link as wire
 
 FENCE = Fence(1, 1)
 REQUEST = CreateInstance("ins_1", "sbx_1", 1, FENCE, "fake", "host", Limits(), 60.0)
+
+
+KEPT = 40 * 1024 * 1024 + 17
+MIB = 1024 * 1024
+
+
+def kept(begin: int, end: int) -> bytes:
+    """Bytes of an output that differ by place."""
+    return (bytes(range(251)) * ((end - begin) // 251 + 2))[begin % 251 :][: end - begin]
 
 
 class Scripted:
@@ -82,9 +88,23 @@ class Scripted:
     async def stats(self, instance_id: str) -> Any:
         raise KeyError("a defect")
 
-    async def read_output(self, exec_id: str, stream: str) -> tuple[bytes, bytes]:
-        self.calls.append(("read_output", stream))
-        return b"x" * 300_000, b"y" * 300_000
+    async def timeline(self, exec_id: str) -> Any:
+        """As long as its caller likes."""
+        self.calls.append(("timeline", exec_id[:1]))
+        return b"x" * int(exec_id)
+
+    async def put_files(self, instance_id: str, fence: Fence, files: Any) -> None:
+        self.calls.append(("put_files", files))
+
+    async def kept_output(self, exec_id: str, stream: str, *, offset: int = 0) -> AsyncIterator[bytes]:
+        self.calls.append(("kept_output", offset))
+        try:
+            for at in range(offset, KEPT, 65536):
+                self.sent += 1
+                yield kept(at, min(at + 65536, KEPT))
+                await asyncio.sleep(0)
+        finally:
+            self.closed += 1
 
     async def extend_deadline(self, instance_id: str, fence: Fence, deadline_s: float) -> None:
         """What takes the node down with it, each time."""
@@ -394,21 +414,133 @@ async def test_an_answer_that_is_too_long_fails_its_call_and_no_other(
     node = await stage.client()
     waiting = asyncio.create_task(node.wait_exec("exe_1"))
     await stage.node.begun.wait()
-    assert [len(part) for part in await node.read_output("exe_1", "stdout")] == [300_000, 300_000]
+    assert len(await node.timeline("600000")) == 600_000
     monkeypatch.setattr(wire, "MAX_FRAME", 500_000)
     with pytest.raises(CorralError, match="at once") as failed:
-        await node.read_output("exe_1", "stdout")
+        await node.timeline("600000")
     assert (failed.value.code, failed.value.retryable) == ("infra_error", False)
     with pytest.raises(CorralError, match="at once"):
-        await node.read_output("exe_1", "x" * 600_000)
+        await node.timeline("0" * 600_000)
     stage.node.go.set()
     assert await waiting == "exe_1"
-    assert [name for name, _ in stage.node.calls] == ["wait_exec", "read_output", "read_output"], "none was repeated"
+    assert [name for name, _ in stage.node.calls] == ["wait_exec", "timeline", "timeline"], "none was repeated"
 
 
-def test_the_longest_output_that_the_policy_keeps_goes_over_the_socket() -> None:
-    policy = Policy.from_dict(yaml.safe_load(Path(data_file("policy/default.yaml")).read_text(encoding="utf-8")))
-    assert policy.caps.output_bytes + 4096 < wire.MAX_FRAME
+# -- what is much --------------------------------------------------------------------------------------------------------------
+def parts_of(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], asyncio.Event]:
+    """(kinds of frames as they come at either end, set with the first part of a long one)."""
+    kinds: list[int] = []
+    begun = asyncio.Event()
+    take = wire.Link._take
+
+    def noted(self: wire.Link, frame: list[Any]) -> None:
+        kinds.append(frame[0])
+        if frame[0] == wire.PART:
+            begun.set()
+        take(self, frame)
+
+    monkeypatch.setattr(wire.Link, "_take", noted)
+    return kinds, begun
+
+
+async def test_a_long_answer_lets_beats_and_other_calls_pass(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await stage.client(fresh_s=0.0)
+    kinds, begun = parts_of(monkeypatch)
+    long = asyncio.create_task(node.timeline(str(KEPT)))
+    await begun.wait()
+    node._connection.link.send(wire.PING, 0)
+    assert (await node.host()).cpus == 2
+    assert [block async for block in node.get_tar("ins_1", "fine")] == [b"abc", b"def"]
+    assert not long.done()
+    assert len(await long) == KEPT
+    last = max(at for at, kind in enumerate(kinds) if kind == wire.PART)
+    for small in (wire.PONG, wire.RESULT, wire.END):
+        assert small in kinds[:last], "it went between two parts"
+    assert kinds.count(wire.PART) > KEPT // wire.PIECE
+
+
+async def test_a_long_call_lets_beats_and_other_calls_pass(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await stage.client(fresh_s=0.0)
+    kinds, begun = parts_of(monkeypatch)
+    content = kept(0, 24 * MIB)
+    long = asyncio.create_task(node.put_files("ins_1", FENCE, [("a", 0o644, content)]))
+    await begun.wait()
+    node._connection.link.send(wire.PING, 0)
+    assert (await node.host()).cpus == 2
+    assert [name for name, _ in stage.node.calls] == ["host"], "the long one has not come whole"
+    await long
+    assert stage.node.calls[-1] == ("put_files", [("a", 0o644, content)])
+    last = max(at for at, kind in enumerate(kinds) if kind == wire.PART)
+    assert wire.PONG in kinds[:last]
+
+
+async def test_long_frames_of_many_calls_go_in_turn_and_come_whole(stage: Stage) -> None:
+    node = await stage.client()
+    sizes = [5 * MIB, 3 * MIB, 800_000, 10]
+    order: list[int] = []
+
+    async def ask(size: int) -> None:
+        assert await node.timeline(str(size)) == b"x" * size
+        order.append(size)
+
+    await asyncio.gather(*(ask(size) for size in sizes))
+    assert order == sorted(sizes), "the shorter ones do not wait for the longest"
+
+
+async def test_a_cancel_does_not_overtake_its_long_call(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await stage.client()
+    kinds, begun = parts_of(monkeypatch)
+    call = asyncio.create_task(node.wait_exec("x" * MIB))
+    await begun.wait()
+    call.cancel()
+    await until(lambda: kinds.count(wire.PART) > MIB // wire.PIECE + 1)  # the last one is the cancel
+    assert stage.server is not None
+    (peer,) = stage.server._peers
+    await until(lambda: not peer._calls)
+    assert (await node.host()).cpus == 2
+
+
+async def test_kept_output_is_as_long_as_it_likes_and_neither_side_holds_much_of_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await stage.client(fresh_s=0.0)
+    kinds, _ = parts_of(monkeypatch)
+    source = node.kept_output("exe_1", "stdout")
+    got = bytearray(await anext(source))
+    await asyncio.sleep(0.2)
+    assert stage.node.sent * 65536 <= MIB, "the node waits for its reader"
+    assert (await node.host()).cpus == 2
+    async for piece in source:
+        assert len(piece) <= 65536
+        got += piece
+        if len(got) == 20 * MIB:
+            assert (await node.host()).cpus == 2
+    assert got == kept(0, KEPT)
+    assert wire.PART not in kinds
+
+
+async def test_kept_output_goes_on_at_its_byte_over_a_broken_connection(stage: Stage) -> None:
+    node = await stage.client()
+    got, breaks = bytearray(), 0
+    async for piece in node.kept_output("exe_1", "stdout", offset=5):
+        got += piece
+        if len(got) > (breaks + 1) * 10 * MIB:
+            breaks += 1
+            node._connection.link.abort()
+    assert (breaks, got) == (4, kept(5, KEPT))
+    asked = [offset for _, offset in stage.node.calls]
+    assert (asked[0], asked) == (5, sorted(asked))
+    assert len(asked) >= 4
+
+
+async def test_kept_output_of_a_node_that_stays_away_is_an_error_after_a_while(stage: Stage) -> None:
+    node = await stage.client(patience_s=0.2)
+    source = node.kept_output("exe_1", "stdout")
+    await anext(source)
+    await stage.stop()
+    with pytest.raises(CorralError) as gone:
+        [piece async for piece in source]
+    assert gone.value.code == "node_unavailable"
 
 
 async def test_a_node_that_does_not_come_back_is_said_to_be_unavailable(stage: Stage) -> None:

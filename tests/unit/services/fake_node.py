@@ -343,11 +343,14 @@ class FakeNode:
     async def end_exec(self, exec_id: str, ended_by: str) -> None:
         self._exec(exec_id).end(ExecFacts(True, signal=9, ended_by=ended_by))  # type: ignore[arg-type]
 
-    async def read_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> tuple[bytes, bytes]:
-        return b"".join(c.data for c in self._exec(exec_id).out if c.stream == stream), b""
+    async def kept_output(
+        self, exec_id: str, stream: Literal["stdout", "stderr"], *, offset: int = 0
+    ) -> AsyncIterator[bytes]:
+        yield b"".join(c.data for c in self._exec(exec_id).out if c.stream == stream)[offset:]
 
     async def raw_output(self, exec_id: str, stream: Literal["stdout", "stderr"]) -> AsyncIterator[bytes]:
-        yield (await self.read_output(exec_id, stream))[0]
+        async for piece in self.kept_output(exec_id, stream):
+            yield piece
 
     async def timeline(self, exec_id: str) -> list[dict[str, Any]]:
         return [

@@ -89,7 +89,12 @@ def test_every_method_of_the_port_is_asked_in_its_own_way() -> None:
     assert {"create", "wait_exec", "put_tar", "collect", "checkpoint_instance"} <= {
         k for k, v in kinds.items() if v == "call"
     }
-    assert {name for name, kind in kinds.items() if kind == "stream"} == {"get_tar", "stream_exec", "raw_output"}
+    assert {name for name, kind in kinds.items() if kind == "stream"} == {
+        "get_tar",
+        "stream_exec",
+        "kept_output",
+        "raw_output",
+    }
     assert {name for name, kind in kinds.items() if kind == "opened"} == {"read_file", "watch_files"}
     assert {name for name, method in methods().items() if method.source} == {"put_tar", "write_file"}
     assert methods()["read_file"].members == ("info", "offset", "length")

@@ -3,7 +3,8 @@
 All calls share one connection. When it breaks, or the node has been silent for about 20 s (it answers beats whatever else it does), calls
 are repeated on the next one, for `patience_s` and at most `SENDS` times; then they fail with `node_unavailable`. What a second time would
 do something else (`wire.methods.ONCE`) is not repeated once it was sent, nor is a call whose stream of bytes has begun to flow. `wait_exec`
-and `lost` wait for the node as long as it takes: that nobody answers says nothing about sandboxes. Output of an exec goes on at its cursor.
+and `lost` wait for the node as long as it takes: that nobody answers says nothing about sandboxes. Output of an exec goes on at its cursor,
+what is kept of it at its byte.
 Notices of `lost` reach one of the workers that listen, and another one if that goes away before it has asked for the next.
 """
 
@@ -92,8 +93,12 @@ class RemoteNode:
             raise AttributeError(f"the node has no {name!r}")
         if name == "stream_exec":
             return self._stream_exec
+        if name == "kept_output":
+            return self._kept_output
         if method.kind == "stream":
-            return lambda *arguments, **named: _Stream(self, method, method.bind(*arguments, **named))
+            return lambda *arguments, **named: _Stream(
+                self, method, method.bind(*arguments, **named), patience_s=self._patience_s
+            )
         if name in KEPT:
             return lambda *arguments, **named: self._lately(method, method.bind(*arguments, **named))
         return lambda *arguments, **named: self._ask(method, method.bind(*arguments, **named))
@@ -157,7 +162,7 @@ class RemoteNode:
         """Goes on at the last cursor over a broken connection, and over a node that starts again."""
         method = methods()["stream_exec"]
         while True:
-            source = _Stream(self, method, {"exec_id": exec_id, "cursor": cursor}, patient=True)
+            source = _Stream(self, method, {"exec_id": exec_id, "cursor": cursor}, patience_s=None, resumed=True)
             try:
                 async for item in source:
                     cursor = getattr(item, "cursor", cursor)
@@ -165,6 +170,25 @@ class RemoteNode:
                 return
             except Broken:
                 continue
+            finally:
+                await source.aclose()
+
+    async def _kept_output(self, exec_id: str, stream: str, *, offset: int = 0) -> AsyncIterator[bytes]:
+        """Goes on at the last byte over a broken connection."""
+        method = methods()["kept_output"]
+        sends = 0
+        while True:
+            arguments = {"exec_id": exec_id, "stream": stream, "offset": offset}
+            source = _Stream(self, method, arguments, patience_s=self._patience_s, resumed=True)
+            try:
+                async for piece in source:
+                    offset, sends = offset + len(piece), 0
+                    yield piece
+                return
+            except Broken as broken:
+                sends += 1
+                if sends >= SENDS:
+                    raise _broken() from broken
             finally:
                 await source.aclose()
 
@@ -428,13 +452,22 @@ class _Opened:
 
 
 class _Stream:
-    """A stream that begins with the first item that is asked for. `patient`: a broken connection is the reader's affair."""
+    """A stream that begins with the first item that is asked for. `resumed`: a broken connection is the reader's affair (`Broken`)."""
 
-    def __init__(self, node: RemoteNode, method: Method, arguments: dict[str, Any], *, patient: bool = False) -> None:
+    def __init__(
+        self,
+        node: RemoteNode,
+        method: Method,
+        arguments: dict[str, Any],
+        *,
+        patience_s: float | None,
+        resumed: bool = False,
+    ) -> None:
         self._node = node
         self._method = method
         self._arguments = arguments
-        self._patient = patient
+        self._patience_s = patience_s
+        self._resumed = resumed
         self._connection: _Connection | None = None
         self._number = 0
         self._call: _Call | None = None
@@ -457,14 +490,14 @@ class _Stream:
             raise
         except Broken as broken:
             self._closed = True
-            if self._patient:
+            if self._resumed:
                 raise
             raise _broken() from broken
 
     async def _begin(self) -> None:
-        until = time.monotonic() + self._node._patience_s
+        until = None if self._patience_s is None else time.monotonic() + self._patience_s
         while True:
-            connection = await self._node._connected(None if self._patient else until)
+            connection = await self._node._connected(until)
             call = _Call()
             self._connection, self._call = connection, call
             call.inflow = Inflow(self._grant)

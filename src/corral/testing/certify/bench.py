@@ -150,7 +150,9 @@ class Box:
         node = self.bench.node
         async with asyncio.timeout(90):
             facts = await node.wait_exec(exec_id)
-        out = [b"".join(await node.read_output(exec_id, stream)) for stream in ("stdout", "stderr")]
+        out = [
+            b"".join([piece async for piece in node.kept_output(exec_id, stream)]) for stream in ("stdout", "stderr")
+        ]
         return Ended(facts, *out)
 
     async def python(self, code: str, *arguments: str, **spec: Any) -> Ended:
