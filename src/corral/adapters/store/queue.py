@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from corral.domain.queue import Head, Waiting, choose, finish_of, place_of, priority_of, start_of
@@ -10,7 +11,7 @@ from corral.domain.quota import EVERYBODY, NAMES, RUNNING, Amounts, QuotaRules
 from corral.domain.records import RunRecord
 from corral.ports.queue import Drift, Entry, QueuedRun, TenantUse
 
-from .reserving import AMOUNTS, Sums, amounts_of, change, enqueue, lock, run_admitted
+from .reserving import AMOUNTS, TOGETHER, Sums, amounts_of, change, enqueue, lock, run_admitted
 from .rows import RUN, Row, conflict, not_found, superseded, to_text
 from .sql_text import one_of, page_size
 from .transacting import Transacting, Tx
@@ -34,7 +35,7 @@ def place_run(tx: Tx, run_id: str, changes: Row, entry: Entry, rules: QuotaRules
         raise superseded(run_id, driven_by)
     if state not in UNPLACED:
         raise conflict(f"run {run_id} is {state}, not {' or '.join(UNPLACED)}", state=state)
-    sums = lock(tx, tenant_id)
+    sums = lock(tx, tenant_id, everybody=True)
     place = place_of(int(created_at), entry.priority)
     mine = Waiting(tenant_id, sums.finish, sums.mine, Head(run_id, place, entry.cost, entry.demand))
     if _is_next(tx, sums, mine, rules):
@@ -89,7 +90,7 @@ def _waiting(tx: Tx, tenant_id: str | None = None) -> list[Waiting]:
 
 
 def admit(tx: Tx, rules: QuotaRules, sandbox_ids: Sequence[str]) -> list[RunRecord]:
-    sums = lock(tx, EVERYBODY)
+    sums = lock(tx, EVERYBODY, everybody=True)
     everybody, clock = sums.everybody, sums.clock
     waiting = {each.tenant_id: each for each in _waiting(tx)} if sums.waiting else {}
     admitted: list[RunRecord] = []
@@ -104,8 +105,10 @@ def admit(tx: Tx, rules: QuotaRules, sandbox_ids: Sequence[str]) -> list[RunReco
             del waiting[pick.tenant_id]
         if pick is None:
             return admitted
+        # The virtual finish may have moved meanwhile, and what the tenant holds have shrunk: neither needs the lock of everybody.
+        pick = replace(pick, finish=lock(tx, pick.tenant_id).finish)
         amounts = pick.head.demand - RUNNING
-        tx.rows("DELETE FROM run_queue WHERE run_id = :run_id", {"run_id": pick.head.run_id})
+        tx.send("DELETE FROM run_queue WHERE run_id = :run_id", {"run_id": pick.head.run_id})
         added, _, clock = _charge(tx, pick, sandbox_id, amounts, clock, rules, waited=True)
         changes: Row = {"state": "starting", "sandbox_id": sandbox_id}
         admitted.append(update_run(tx, pick.head.run_id, ("queued",), changes, None))
@@ -116,7 +119,8 @@ def admit(tx: Tx, rules: QuotaRules, sandbox_ids: Sequence[str]) -> list[RunReco
 
 
 def count_waiting(tx: Tx) -> int:
-    return sum(int(count) for (count,) in tx.rows("SELECT waiting FROM tenant_use WHERE tenant_id = '*'"))
+    [(count,)] = tx.rows("SELECT COALESCE(SUM(waiting), 0) FROM tenant_use WHERE waiting > 0 AND tenant_id <> '*'")
+    return int(count)
 
 
 _QUEUED = (
@@ -160,8 +164,11 @@ def list_queue(tx: Tx, tenant_id: str, limit: int) -> list[QueuedRun]:
 
 
 def tenant_use(tx: Tx, tenant_id: str) -> TenantUse:
-    found = tx.rows(f"SELECT {AMOUNTS}, waiting FROM tenant_use WHERE tenant_id = :tenant", {"tenant": tenant_id})
-    return TenantUse(tenant_id, amounts_of(found[0]), int(found[0][-1])) if found else TenantUse(tenant_id, Amounts())
+    one = f"SELECT {AMOUNTS}, waiting FROM tenant_use WHERE tenant_id = :tenant"
+    found = tx.rows(TOGETHER) if tenant_id == EVERYBODY else tx.rows(one, {"tenant": tenant_id})
+    if not found:
+        return TenantUse(tenant_id, Amounts())
+    return TenantUse(tenant_id, amounts_of(found[0]), int(found[0][len(NAMES)]))
 
 
 _LIVE_HOLDER = (
@@ -204,23 +211,23 @@ def _sums(tx: Tx) -> dict[str, tuple[Amounts, int, tuple[Amounts, int] | None]]:
     queued = {str(t): int(n) for t, n in tx.rows("SELECT tenant_id, COUNT(*) FROM run_queue GROUP BY tenant_id")}
     kept = {
         str(row[-1]): (amounts_of(row), int(row[-2]))
-        for row in tx.rows(f"SELECT {AMOUNTS}, waiting, tenant_id FROM tenant_use")
+        for row in tx.rows(f"SELECT {AMOUNTS}, waiting, tenant_id FROM tenant_use WHERE tenant_id <> '*'")
     }
-    held[EVERYBODY] = sum(held.values(), Amounts())
-    queued[EVERYBODY] = sum(queued.values())
     return {t: (held.get(t, Amounts()), queued.get(t, 0), kept.get(t)) for t in sorted({*held, *queued, *kept})}
 
 
 def mend_quota(tx: Tx) -> list[Drift]:
     lock(tx, EVERYBODY)
+    tx.rows(
+        "INSERT INTO tenant_use (tenant_id) SELECT DISTINCT tenant_id FROM reservation WHERE true ON CONFLICT DO NOTHING"
+    )
+    tx.rows(f"SELECT 1 FROM tenant_use WHERE tenant_id <> '*' ORDER BY tenant_id {tx.for_update}")
     drift = [each for each in quota_drift(tx) if each.kind != "not_reserved"]
     if not drift:
         return []
     tx.rows(f"DELETE FROM reservation WHERE NOT ({_LIVE_HOLDER})")
     tx.rows("DELETE FROM run_queue WHERE run_id NOT IN (SELECT run_id FROM run WHERE state = 'queued')")
-    for tenant_id, (right, waiting, kept) in _sums(tx).items():
-        if kept is None:
-            tx.rows("INSERT INTO tenant_use (tenant_id) VALUES (:tenant)", {"tenant": tenant_id})
+    for tenant_id, (right, waiting, _) in _sums(tx).items():
         sets = ", ".join(f"{name} = :{name}" for name in NAMES)
         tx.rows(
             f"UPDATE tenant_use SET {sets}, waiting = :waiting WHERE tenant_id = :tenant",

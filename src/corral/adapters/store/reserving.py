@@ -1,8 +1,12 @@
 """What is held, as SQL: reservations and the sums beside them, for the transactions that make something pending or end it.
 
-The row `*` of `tenant_use` is the lock of all this: whoever changes a reservation holds it until the transaction ends. It comes after
-the rows that a transaction decides over (run, sandbox) and before every row here, and the functions below are the last of their
-transactions, so that it is held briefly.
+A tenant's row of `tenant_use` is the lock of what it holds: whoever changes a reservation has it until the transaction ends. What all
+hold together is the sum of these rows, taken when it is asked for. The row `*` has no sums: it keeps the clock of the queue, and is the
+lock of those who let something in. They have it first, so that no two take the same room; whoever queues or gives back needs only the
+tenant's row, and so waits for no other tenant. A sum that is read meanwhile is at most too large.
+
+The order is: the rows that a transaction decides over (run, sandbox), `*`, the tenant, every row here. The functions below are the last
+of their transactions, so that the locks are held briefly.
 """
 
 from __future__ import annotations
@@ -20,6 +24,12 @@ from .transacting import Tx
 FREE_STATES = ("terminated", "hibernated")
 """States of a sandbox in which it holds nothing."""
 AMOUNTS = ", ".join(NAMES)
+TOGETHER = (
+    f"SELECT {', '.join(f'CAST(COALESCE(SUM({name}), 0) AS BIGINT)' for name in (*NAMES, 'waiting'))}, NULL, NULL"
+    " FROM tenant_use WHERE queued + running + sandboxes + waiting > 0 AND tenant_id <> '*'"  # as its index says
+)
+"""What all tenants hold: the amounts, and how many runs wait."""
+_ROWS = f"SELECT {AMOUNTS}, waiting, finish, tenant_id FROM tenant_use WHERE tenant_id"
 _VALUES = ", ".join(f":{name}" for name in NAMES)
 _RESERVE = (
     f"INSERT INTO reservation (holder_id, tenant_id, run_id, created_at, {AMOUNTS}, paid_until, rate)"
@@ -29,13 +39,16 @@ _RESERVE = (
 
 
 class Sums:
-    """The two rows that a decision is made over, locked: the tenant's and everybody's."""
+    """What a decision is made over, locked: the tenant's sums and, where something is let in, everybody's."""
 
-    def __init__(self, tenant_id: str, mine: tuple[Any, ...], everybody: tuple[Any, ...]) -> None:
+    def __init__(self, tenant_id: str, rows: dict[str | None, tuple[Any, ...]]) -> None:
+        none = (0,) * (len(NAMES) + 1)
+        mine, everybody = rows[tenant_id], rows.get(None, none)
         self.tenant_id = tenant_id
         self.mine, self.everybody = amounts_of(mine), amounts_of(everybody)
         self.waiting = int(everybody[len(NAMES)])
-        self.finish, self.clock = int(mine[len(NAMES) + 1]), int(everybody[len(NAMES) + 1])
+        self.finish = int(mine[len(NAMES) + 1])
+        self.clock = int(rows[EVERYBODY][len(NAMES) + 1]) if EVERYBODY in rows else 0
 
     def check(self, rules: QuotaRules, more: Amounts) -> None:
         """`quota_exceeded` or `queue_full` unless there is room for `more`."""
@@ -50,39 +63,39 @@ def amounts_of(row: tuple[Any, ...]) -> Amounts:
     return Amounts(*(int(number) for number in row[: len(NAMES)]))
 
 
-def lock(tx: Tx, tenant_id: str) -> Sums:
-    """Lock the sums; a tenant's row is made with the first thing that it holds."""
+def lock(tx: Tx, tenant_id: str, *, everybody: bool = False) -> Sums:
+    """Lock the sums of a tenant, whose row is made with the first thing that it holds; those of `everybody` too, to let something in."""
+    names = (EVERYBODY, tenant_id) if everybody and tenant_id != EVERYBODY else (tenant_id,)
+    params = {"tenant": tenant_id}
+    where = "IN ('*', :tenant)" if len(names) > 1 else "= :tenant"
     for _ in range(2):
-        found = {
-            row[-1]: row
-            for row in tx.rows(
-                f"SELECT {AMOUNTS}, waiting, finish, tenant_id FROM tenant_use WHERE tenant_id IN ('*', :tenant)"
-                f" ORDER BY CASE WHEN tenant_id = '*' THEN 0 ELSE 1 END {tx.for_update}",
-                {"tenant": tenant_id},
-            )
-        }
-        if tenant_id in found and EVERYBODY in found:
-            return Sums(tenant_id, found[tenant_id], found[EVERYBODY])
-        tx.rows(
-            "INSERT INTO tenant_use (tenant_id) VALUES ('*'), (:tenant) ON CONFLICT (tenant_id) DO NOTHING",
-            {"tenant": tenant_id},
-        )
+        if tx.for_update:
+            # A statement of its own: the sums are then read as they are when this one has waited.
+            order = " ORDER BY CASE WHEN tenant_id = '*' THEN 0 ELSE 1 END" if len(names) > 1 else ""
+            tx.send(f"SELECT 1 FROM tenant_use WHERE tenant_id {where}{order} {tx.for_update}", params)
+        text = f"{_ROWS} {where}"
+        if everybody:
+            text += f" UNION ALL {TOGETHER}"
+        found = {row[-1]: row for row in tx.rows(text, params)}
+        if all(name in found for name in names):
+            return Sums(tenant_id, found)
+        values = "('*'), (:tenant)" if len(names) > 1 else "(:tenant)"
+        tx.rows(f"INSERT INTO tenant_use (tenant_id) VALUES {values} ON CONFLICT (tenant_id) DO NOTHING", params)
     raise AssertionError("a row that was just made is not there")
 
 
 def change(
     tx: Tx, tenant_id: str, delta: Amounts, *, waiting: int = 0, finish: int | None = None, clock: int | None = None
 ) -> None:
-    """Add to the sums, and move the virtual times that are given. The sums are locked already."""
+    """Add to the tenant's sums, and move the virtual times that are given. The rows are locked already."""
     sets = "".join(f"{name} = {name} + :{name}, " for name in NAMES)
     params: dict[str, Any] = {**delta.as_dict(), "waiting": waiting, "tenant": tenant_id}
     if finish is not None:
-        params |= {"finish": finish, "clock": clock}
-        sets += (
-            "finish = CASE WHEN tenant_id = '*' THEN COALESCE(CAST(:clock AS BIGINT), finish)"
-            " ELSE CAST(:finish AS BIGINT) END, "
-        )
-    tx.rows(f"UPDATE tenant_use SET {sets}waiting = waiting + :waiting WHERE tenant_id IN ('*', :tenant)", params)
+        params["finish"] = finish
+        sets += "finish = :finish, "
+    if clock is not None:
+        tx.send("UPDATE tenant_use SET finish = :clock WHERE tenant_id = '*'", {"clock": clock})
+    tx.send(f"UPDATE tenant_use SET {sets}waiting = waiting + :waiting WHERE tenant_id = :tenant", params)
 
 
 def reserve(
@@ -118,7 +131,7 @@ def run_submitted(tx: Tx, run_id: str, tenant_id: str, ticket: Ticket) -> None:
                 "now": tx.now,
             },
         )
-    sums = lock(tx, tenant_id)
+    sums = lock(tx, tenant_id, everybody=ticket.rules.host.queued is not None)
     sums.check(ticket.rules, QUEUED)
     if reserve(tx, run_id, tenant_id, QUEUED):
         change(tx, tenant_id, QUEUED)
@@ -164,8 +177,15 @@ def run_ended(tx: Tx, run_id: str, tenant_id: str) -> None:
 
 def sandbox_made(tx: Tx, sandbox_id: str, tenant_id: str, charge: Charge) -> None:
     """The room of a sandbox, unless its run holds it already; `quota_exceeded` if there is none."""
+    if tx.for_update:
+        # Its run cannot end meanwhile: it would return the room, as nobody sees the sandbox yet.
+        tx.send(
+            "SELECT 1 FROM run WHERE run_id = (SELECT run_id FROM reservation WHERE holder_id = :holder)"
+            f" {tx.for_update}",
+            {"holder": sandbox_id},
+        )
     if reserve(tx, sandbox_id, tenant_id, charge.amounts, run_id=charge.run_id):
-        lock(tx, tenant_id).check(charge.rules, charge.amounts)
+        lock(tx, tenant_id, everybody=True).check(charge.rules, charge.amounts)
         change(tx, tenant_id, charge.amounts)
 
 

@@ -8,9 +8,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from corral.domain.fence import Fence
+from corral.domain.quota import Amounts, Ceiling
 from corral.domain.records import EventRecord, InstanceChange, LeaseChange, Transition
 from corral.errors import CorralError
+from corral.ports.queue import Charge
 from corral.testing.store.bench import EVENT, Bench, audit, check, key_of, refused
+from corral.testing.store.queue import ROOM, finished, held, placed, rules
 
 T = TypeVar("T")
 ROUNDS = 8
@@ -231,3 +234,68 @@ async def one_key_makes_one_sandbox_with_all_its_steps(b: Bench) -> None:
         other = replace(key, body_digest="d2")
         await refused("idempotency_conflict", b.store.create_sandbox(b.sandbox("sbx_x"), EVENT, audit(), other))
     assert len(await b.store.list_sandboxes(None)) == ROUNDS
+
+
+@check
+async def a_run_that_ends_while_its_sandbox_is_made_leaves_the_sandbox_its_room(b: Bench) -> None:
+    limits = rules()
+    for number in range(ROUNDS * 3):
+        run = await placed(b, f"run_{number}", limits)
+        sandbox_id = str(run.sandbox_id)
+        made = b.store.create_sandbox(
+            b.sandbox(sandbox_id, one_shot=True), EVENT, audit(sandbox_id), charge=Charge(ROOM, limits)
+        )
+        calls: list[Awaitable[Any]] = [made, finished(b, run.run_id)]
+        _, errors = await outcomes(*(calls if number % 2 else calls[::-1]))
+        assert not errors
+        assert await b.store.quota_drift() == [], "the sandbox lives, whoever was first"
+
+
+@check
+async def what_all_tenants_hold_is_never_more_than_there_is_while_things_come_and_go(b: Bench) -> None:
+    limits = rules(host=Ceiling(running=3, sandboxes=6))
+    over: list[Amounts] = []
+    left = 6 * 4
+
+    async def tenant(name: str) -> None:
+        nonlocal left
+        for i in range(4):
+            run = await placed(b, f"run_{name}_{i}", limits, tenant_id=name)
+            if run.state == "starting":
+                await finished(b, run.run_id)
+                left -= 1
+
+    async def boxes(name: str) -> None:
+        for i in range(4):
+            sandbox = b.sandbox(f"sbx_{name}_{i}", tenant_id=name)
+            try:
+                await b.store.create_sandbox(sandbox, EVENT, audit(sandbox.sandbox_id), charge=Charge(ROOM, limits))
+            except CorralError as error:
+                assert error.code == "quota_exceeded"
+                continue
+            await b.step(sandbox.sandbox_id, state="terminated")
+
+    async def loop(worker: str) -> None:
+        nonlocal left
+        number = 0
+        while left:
+            number += 1
+            for run in await b.store.admit(limits, [f"sbx_{worker}_{number}_{i}" for i in range(3)]):
+                await finished(b, run.run_id)
+                left -= 1
+
+    async def mender() -> None:
+        while left:
+            assert await b.store.mend_quota() == [], "nothing was ever wrong"
+            use = (await b.store.tenant_use("*")).use
+            if use.running > 3 or use.sandboxes > 6:
+                over.append(use)
+            await asyncio.sleep(0)
+
+    names = [f"t{i}" for i in range(6)]
+    async with asyncio.timeout(120):
+        await asyncio.gather(
+            *(tenant(n) for n in names), *(boxes(n) for n in names[:3]), *(loop(w) for w in "xy"), mender()
+        )
+    assert not over
+    assert await held(b, "*") == Amounts()

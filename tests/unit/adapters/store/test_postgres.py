@@ -18,11 +18,13 @@ from corral import faults
 from corral.adapters.store import postgres_session, workers
 from corral.adapters.store.postgres import PostgresStore
 from corral.adapters.store.postgres_session import described, translated
+from corral.domain.quota import Amounts, Ceiling
 from corral.domain.records import LeaseChange, Transition
 from corral.errors import CorralError
 from corral.ports.workers import Beat
 from corral.testing.store import Bench, Clock, audit, refused
 from corral.testing.store.bench import EVENT, key_of
+from corral.testing.store.queue import ROOM, finished, held, placed, rules, submitted
 from postgres_server import PASSWORD, PostgresServer, postgres_server, running
 
 __all__ = ["postgres_server"]
@@ -202,6 +204,32 @@ async def test_one_that_waits_for_a_row_holds_up_nobody_else(bench: Bench, fault
     go.set()
     assert (await first).sandbox.state == "ready"
     await refused("conflict", second)
+
+
+async def test_a_tenant_whose_sums_are_held_holds_up_no_other(bench: Bench) -> None:
+    limits = rules(host=Ceiling(running=100))
+    await placed(bench, "run_a", limits, tenant_id="a")
+    with psycopg.connect(bench.store._url) as other:  # as a transaction that is not committed yet
+        other.execute("SELECT 1 FROM tenant_use WHERE tenant_id = 'a' FOR UPDATE")
+        slow = asyncio.create_task(placed(bench, "run_a2", limits, tenant_id="a"))
+        async with asyncio.timeout(8):  # less than what a lock is waited for
+            run = await placed(bench, "run_b", limits, tenant_id="b")
+            assert run.state == "starting"
+            await finished(bench, "run_b")
+        assert not slow.done()
+    assert (await slow).state == "starting"
+    assert await held(bench, "*") == Amounts(running=2) + ROOM + ROOM
+
+
+async def test_giving_back_waits_for_nobody_who_lets_something_in(bench: Bench) -> None:
+    limits = rules(host=Ceiling(running=100))
+    await placed(bench, "run_a", limits, tenant_id="a")
+    with psycopg.connect(bench.store._url) as other:
+        other.execute("SELECT 1 FROM tenant_use WHERE tenant_id = '*' FOR UPDATE")
+        async with asyncio.timeout(8):
+            await submitted(bench, "run_b", limits, tenant_id="b")
+            await finished(bench, "run_b", "run_a")
+    assert await held(bench, "*") == Amounts()
 
 
 async def test_transactions_that_wait_for_each_other_are_run_again(bench: Bench, url: str) -> None:

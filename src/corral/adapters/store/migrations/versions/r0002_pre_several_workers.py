@@ -23,9 +23,11 @@ def upgrade() -> None:
     _identity()
     _many_rows()
     _repeats()
+    _sums()
 
 
 def downgrade() -> None:
+    _no_sums()
     _no_repeats()
     _no_many_rows()
     _no_identity()
@@ -93,6 +95,18 @@ def _repeats() -> None:
 def _no_repeats() -> None:
     op.drop_index("ix_webhook_delivery_done_at", "webhook_delivery")
     op.drop_index("ix_idempotency_key_created_at", "idempotency_key")
+
+
+# -- sums ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _sums() -> None:
+    # What all tenants hold is summed over those that hold something.
+    _index("ix_tenant_use_held", "tenant_use", "tenant_id", only="queued + running + sandboxes + waiting > 0")
+
+
+def _no_sums() -> None:
+    op.drop_index("ix_tenant_use_held", "tenant_use")
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------------------
@@ -275,12 +289,11 @@ def _reserve_what_lives() -> None:
     reservation = sa.table("reservation", *(sa.column(n) for n in ("holder_id", "tenant_id", "created_at", *_HELD)))
     if rows:
         op.bulk_insert(reservation, rows)
-    sums: dict[str, dict[str, int]] = {"*": dict(empty)}
+    sums: dict[str, dict[str, int]] = {"*": dict(empty)}  # which is for the queue's clock, and stays empty
     for row in rows:
-        for tenant in ("*", row["tenant_id"]):
-            use = sums.setdefault(tenant, dict(empty))
-            for name in _HELD:
-                use[name] += row[name]
+        use = sums.setdefault(row["tenant_id"], dict(empty))
+        for name in _HELD:
+            use[name] += row[name]
     tenant_use = sa.table("tenant_use", *(sa.column(n) for n in ("tenant_id", *_HELD)))
     op.bulk_insert(tenant_use, [{"tenant_id": tenant, **use} for tenant, use in sums.items()])
 
