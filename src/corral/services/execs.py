@@ -224,15 +224,16 @@ class Execs:
         watch: Stopwatch,
         mark: bool = False,
         ended: Callable[[Verdict], Awaitable[None]] | None = None,
+        new: bool = False,
     ) -> Outcome:
         """Start (or find) the exec, wait for its end, take its files; -> what happened. Writes the row's states, not its result.
 
-        `outputs` None = do not look at files; `mark`: what is found is the base of the next exec's changes. `ended` is awaited between
+        `new`: this process made the row, so nobody has sent it yet. `outputs` None = do not look at files; `mark`: what is found is the base of the next exec's changes. `ended` is awaited between
         the end and the files. Never raises for what happens to the exec, nor for a fault of ours: the exec is then ended, and its
         outcome is `infra_error`. Only `shutting_down` and `superseded` get through: somebody else looks after it.
         """
         try:
-            return await self._supervise(record, instance_id, spec, modes, outputs, into, watch, mark, ended)
+            return await self._supervise(record, instance_id, spec, modes, outputs, into, watch, mark, ended, new)
         except Exception as error:
             if isinstance(error, CorralError) and error.code in ("shutting_down", "superseded"):
                 raise
@@ -257,10 +258,11 @@ class Execs:
         watch: Stopwatch,
         mark: bool,
         ended: Callable[[Verdict], Awaitable[None]] | None,
+        new: bool,
     ) -> Outcome:
         end = self._expected(record)
         try:
-            facts = await self._attempt(record, instance_id, spec, end, watch)
+            facts = await self._attempt(record, instance_id, spec, end, watch, new)
             if record.state == "starting" and _interrupted(facts):
                 # An earlier owner stopped between its journal and the guest's answer. Sending the same `exec_id` again is
                 # safe whatever happened: a guest that knows it answers with what became of it and starts nothing.
@@ -282,9 +284,9 @@ class Execs:
         return Outcome(facts, verdict, collected, timeline, end.started_at)
 
     async def _attempt(
-        self, record: ExecRecord, instance_id: str, spec: ExecSpec, end: _End, watch: Stopwatch
+        self, record: ExecRecord, instance_id: str, spec: ExecSpec, end: _End, watch: Stopwatch, new: bool = False
     ) -> ExecFacts:
-        facts = await self._start(record, instance_id, spec, end)
+        facts = await self._start(record, instance_id, spec, end, new)
         if facts is not None:
             return facts
         watch.switch("running")
@@ -309,13 +311,16 @@ class Execs:
             for noted in notes:
                 await noted
 
-    async def _start(self, record: ExecRecord, instance_id: str, spec: ExecSpec, end: _End) -> ExecFacts | None:
+    async def _start(
+        self, record: ExecRecord, instance_id: str, spec: ExecSpec, end: _End, new: bool
+    ) -> ExecFacts | None:
         """None = it runs (or the node knows how it ended); else why it does not."""
         fence = Fence(record.incarnation, record.lease_version)
         if record.state == "running":
             return None
         if end.why is not None:
-            return ExecFacts(False, ended_by=end.why)
+            sent = False if new else await self._sent(record.exec_id, instance_id)
+            return None if sent else ExecFacts(sent, ended_by=end.why)
         self._core.check_open()  # a start that a stop would cut short is left to the next owner
         try:
             faults.point("exec.start.before")
@@ -329,6 +334,17 @@ class Execs:
                 raise
             return _not_started(error)
         return None
+
+    async def _sent(self, exec_id: str, instance_id: str) -> bool | None:
+        """Whether an earlier owner sent it, though its row says `starting`; None: what could know it is gone."""
+        node = self._core.node
+        try:
+            await self._core.reach(lambda: node.timeline(exec_id))
+            return True
+        except CorralError as error:
+            if error.code != "not_found":
+                raise
+        return False if instance_id in await self._core.reach(node.instances) else None
 
     async def _send(self, sandbox_id: str, instance_id: str, fence: Fence, spec: ExecSpec, end: _End) -> EndedBy | None:
         """None: it runs. One whose sandbox was paused before it began begins when that is resumed, unless it is to end by then."""

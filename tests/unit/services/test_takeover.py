@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from corral import faults
+from corral.domain.facts import ExecFacts
 
 POINTS = (
     "transition.before",
@@ -83,8 +84,6 @@ async def test_a_running_program_goes_on_under_the_next_owner(world, until):
     await world.start()
     exec_id = world.node.starts[0]
     world.node.execs[exec_id].emit(b"after")
-    from corral.domain.facts import ExecFacts
-
     world.node.execs[exec_id].end(ExecFacts(True, 0))
     await until(lambda: finished(world, run_id))
     result = (await world.call("GET", f"/v1/runs/{run_id}")).document["result"]
@@ -94,8 +93,6 @@ async def test_a_running_program_goes_on_under_the_next_owner(world, until):
 
 @pytest.mark.parametrize("started", [False, None])
 async def test_an_exec_whose_frame_was_interrupted_is_sent_again(world, until, started):
-    from corral.domain.facts import ExecFacts
-
     world.node.start_gate = asyncio.Event()
     run_id = (await world.call("POST", "/v1/runs", {"command": ["print", "x"]}, wait=0)).document["id"]
 
@@ -154,7 +151,34 @@ async def test_a_cancel_that_was_recorded_is_carried_out(world, until):
     await world.crash()
     await world.start()
     await until(lambda: finished(world, run_id))
-    assert (await world.call("GET", f"/v1/runs/{run_id}")).document["result"]["reason"] == "cancelled"
+    result = (await world.call("GET", f"/v1/runs/{run_id}")).document["result"]
+    assert (result["reason"], result["started"]) == ("cancelled", True)
+
+
+@pytest.mark.parametrize(("then", "started"), [("runs", True), ("ended", True), ("unsent", False), ("gone", None)])
+async def test_what_was_to_end_when_its_owner_died_is_told_as_started_by_what_the_node_knows(
+    world, until, then, started
+):
+    made = (await world.call("POST", "/v1/sandboxes", {})).document
+    path, document = f"/v1/sandboxes/{made['id']}/execs", {"argv": ["sleep"], "wait": 0}
+    if then in ("unsent", "gone"):
+        world.node.start_gate = asyncio.Event()
+    exec_id = (await world.call("POST", path, document)).document["id"]
+    if then in ("runs", "ended"):
+        await until(lambda: exec_id in world.node.execs)
+    await world.crash()
+    changes = {"state": "starting", "cancel_requested": "lease_lost"}  # the frame was sent, and nothing written since
+    await world.store.update_exec(exec_id, expect_states=("starting", "running"), changes=changes)
+    if then == "ended":
+        world.node.execs[exec_id].end(ExecFacts(True, 0))
+    elif then == "gone":
+        world.node.live.clear()
+    world.node.start_gate = None
+    await world.start()
+    result = (await world.call("GET", f"/v1/execs/{exec_id}", wait=5)).document["result"]
+    assert result["started"] is started, result
+    assert (result["exit_code"] == 0) is (then == "ended")
+    assert world.node.starts == ([exec_id] if started else [])
 
 
 async def test_a_kept_sandbox_and_its_exec_survive(world, until):
