@@ -14,7 +14,6 @@ from corral.bootstrap import node_at
 from corral.testing.history.harness import Report, run
 from corral.testing.history.plan import FAULTS, Kind, Plan
 from furnished import furnish
-from postgres_server import has_name
 
 ALWAYS = {"floors-rise", "no-stale-effect", "dead-is-dead", "code-once", "started-agrees", "ends-once", "one-per-key"}
 LEASES = {"tokens-rise", "one-owner", "promise-kept", "expired-is-lost", "no-stale-call", "barrier"}
@@ -43,7 +42,6 @@ def test_one_owner_killed_and_stopped_while_clients_fight_over_sandboxes(shared:
     not any(Path("/usr/lib/postgresql").glob("*/bin/initdb")) or shutil.which("redis-server") is None,
     reason="PostgreSQL or Redis is not installed",
 )
-@pytest.mark.skipif(not has_name(), reason="PostgreSQL runs for users with a name only")
 def test_two_replicas_while_replicas_node_postgresql_and_redis_fail(shared: Path) -> None:
     report = chaos(Plan(seed=2, seconds=60, kind="postgres", clients=4, slots=2), shared)
     assert len(report.faults) >= 8, report.faults
