@@ -166,7 +166,7 @@ class TestAsOrdinaryUser:
         if os.geteuid() != 0:
             run(check, own_config)
             return
-        code = "import sys; from corral.testing import runtime; sys.exit(runtime._main(sys.argv[1:]))"
+        code = "import sys; from corral.testing.runtime.elsewhere import main; sys.exit(main(sys.argv[1:]))"
         answer = json.loads(self._as_user(code, own_config.to_json(), check).splitlines()[-1])
         if "not_applicable" in answer:
             pytest.skip(f"does not apply: {answer['not_applicable']}")

@@ -17,7 +17,8 @@ from corral.errors import CorralError
 from corral.linux import cgroups
 from corral.node.interpreter import GUEST_ARGV, PYTHON_ARGV, ensure_interpreter
 from corral.testing import attacks
-from corral.testing.runtime import Bench, Config, _host_uid
+from corral.testing.runtime import Bench, Config
+from corral.testing.runtime.host import host_uid
 
 pytestmark = [pytest.mark.root]
 BOTH = ["crun", "runc"]
@@ -126,7 +127,7 @@ def test_a_program_with_another_name_is_a_runtime_of_its_own(state: Path) -> Non
         bench.runtime = runtime
         async with bench.box() as box:
             assert box.ref.runtime == "special" and box.instance.same_uid
-            assert {_host_uid(ref.pid) for ref in await box.refs()} == {1000}
+            assert {host_uid(ref.pid) for ref in await box.refs()} == {1000}
             assert os.listdir(state / "node" / "special") == [box.spec.instance_id]
             hostile = (await box.python(attacks.HOSTILE)).json()
             assert "done" not in hostile.values(), hostile

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from corral.ports.runtime import HostTree, Instance, InstanceRef, InstanceSpec
-from corral.testing.runtime import _strange
+from corral.testing.runtime.descriptors import strange
 
 HOLD = (
     "import os, sys\nfor path in sys.argv[1:]: print(os.open(path, os.O_RDONLY))\nsys.stdout.flush()\nsys.stdin.read()"
@@ -33,15 +33,15 @@ def test_a_file_that_is_not_shown_inside_is_strange_by_whatever_name(tmp_path: P
     with subprocess.Popen([sys.executable, "-c", HOLD, *held], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin and child.stdout
         numbers = [int(child.stdout.readline()) for _ in held]
-        found = _strange(child.pid, "no-such-secret", spec, instance, ours=False)
+        found = strange(child.pid, "no-such-secret", spec, instance, ours=False)
         # As the host names them they are no paths of the inside: what counts is what they are.
         by_name = {path: number in found for path, number in zip(held, numbers, strict=True)}
         assert by_name[str(leaked)] and by_name["/dev/zero"] and by_name["/proc"]
         assert not by_name[str(beside)] and not by_name["/dev/null"] and not by_name[str(own)]
         assert by_name[str(of_the_base)], "a name of the host is not one of the inside"
-        shown = _strange(child.pid, "no-such-secret", replace(spec, rootfs=""), instance, ours=False)
+        shown = strange(child.pid, "no-such-secret", replace(spec, rootfs=""), instance, ours=False)
         assert numbers[0] not in shown and "/dev/zero" in shown.values()
-        told = _strange(child.pid, "passwd", replace(spec, rootfs=""), instance, ours=False)
+        told = strange(child.pid, "passwd", replace(spec, rootfs=""), instance, ours=False)
         assert told[numbers[0]] == str(of_the_base), "the word that must not be there is looked for in every name"
         child.stdin.close()
         child.wait(60)
