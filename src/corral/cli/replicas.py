@@ -163,7 +163,10 @@ class Replicas:
         for slot in self._all_slots():
             if slot.current is None and slot.start_at is not None and now >= slot.start_at and not self._stopping:
                 slot.start_at = None
-                slot.current = self._start(slot)
+                slot.current = self._try(slot)
+                if slot.current is None:
+                    slot.failures += 1
+                    slot.start_at = now + PAUSES_S[min(slot.failures, len(PAUSES_S) - 1)]
         for one in self._children():
             if one.kill_at is not None and now >= one.kill_at:
                 log(f"{one.name} did not end in time and is killed")
@@ -173,6 +176,16 @@ class Replicas:
             self._stop_node()
         elif self._rolling:
             self._roll(now)
+
+    def _try(self, slot: Slot) -> Running | None:
+        """A host that has no process, memory or descriptor to spare just now ends nobody who is there already."""
+        try:
+            return self._start(slot)
+        except OSError as error:
+            if not self._told_up:
+                raise
+            log(f"{slot.name} cannot be started: {error.strerror}")
+            return None
 
     def _start(self, slot: Slot) -> Running:
         reader, writer = os.pipe()
@@ -201,7 +214,14 @@ class Replicas:
         finally:
             os.close(writer)
         os.set_blocking(reader, False)
-        made = Running(slot.kind, slot.name, process, reader, os.pidfd_open(process.pid), time.monotonic())
+        try:
+            watch = os.pidfd_open(process.pid)
+        except OSError:
+            os.close(reader)
+            process.kill()
+            process.wait()
+            raise
+        made = Running(slot.kind, slot.name, process, reader, watch, time.monotonic())
         self._selector.register(made.status, selectors.EVENT_READ, (made, "status"))
         self._selector.register(made.watch, selectors.EVENT_READ, (made, "end"))
         return made
@@ -321,8 +341,12 @@ class Replicas:
             if slot.current is None or slot.current.began >= self._roll_began:
                 self._next_roll()
                 return
-            slot.next = self._start(slot)
+            slot.next = self._try(slot)
             self._roll_until = now + READY_S
+            if slot.next is None:
+                log("the old ones stay")
+                self._rolling.clear()
+                self._roll_again = False
         elif slot.next.state == "ready":
             if slot.current is not None:
                 self._let_go(slot.current, STOP_S)
