@@ -72,13 +72,21 @@ class Route:
     handler: Handler
     starts: bool = False
     scope: str = ""
+    of_tenant: bool = False
+    """An admin may name another tenant, whose thing is meant: to look at it, or to end it."""
+
+    @property
+    def is_tenants_own(self) -> bool:
+        """Whether it is about what a tenant has."""
+        segments = self.pattern.split("/")
+        return len(segments) > 2 and segments[2] in TENANTS_OWN
 
     @property
     def needs(self) -> str:
         """The scope, `ANY_KEY` or `ANYBODY`."""
         if self.scope:
             return self.scope
-        if self.pattern.split("/")[2:3] and self.pattern.split("/")[2] in TENANTS_OWN:
+        if self.is_tenants_own:
             return READ if self.method in ("GET", "HEAD") else RUN
         return ADMIN
 

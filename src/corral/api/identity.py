@@ -26,6 +26,7 @@ from corral.domain.identity import (
 from corral.domain.quantities import shown
 from corral.errors import CorralError
 from corral.services.control import Services
+from corral.services.events import Caller
 
 Json = dict[str, Any]
 
@@ -66,6 +67,19 @@ def _tenant(request: Request) -> str | None:
     """The tenant that a query names."""
     value = request.query.get("tenant")
     return None if value is None else check_tenant_id(value, "/tenant")
+
+
+async def acting(services: Services, request: Request, route: Route) -> Caller:
+    """The caller in the tenant that the query names; `not_found` for one that he does not act on.
+
+    What would begin, change or read something in another's name is refused: only a key of the tenant does that.
+    """
+    tenant = _tenant(request)
+    caller = await services.identity.acting(request.caller, tenant)
+    if caller.tenant_id != request.caller.tenant_id and not route.of_tenant:
+        hint = "use a key of the tenant; an admin lists, inspects, cancels and deletes"
+        raise CorralError("invalid_value", "this call takes no tenant", hint=hint, field="/tenant")
+    return caller
 
 
 def _page(request: Request) -> Json:

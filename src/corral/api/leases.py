@@ -134,5 +134,5 @@ ROUTES = (
     Route("POST", "/v1/sandboxes/{sandbox_id}/attach", attach, starts=True),
     Route("POST", "/v1/sandboxes/{sandbox_id}/renew", renew),
     Route("POST", "/v1/sandboxes/{sandbox_id}/release", release),
-    Route("GET", "/v1/leases", list_leases),
+    Route("GET", "/v1/leases", list_leases, of_tenant=True),
 )

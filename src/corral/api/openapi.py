@@ -224,7 +224,8 @@ def _operation(name: str, operation: Operation, route: Route) -> Json:
         {"name": n, "in": "path", "required": True, "schema": IDENT if n.endswith("_id") else TEXT} for n in path_names
     ]
     known = {**QUERY, "limit": {**QUERY["limit"], "maximum": operation.page}}
-    parameters += [{"name": n, "in": "query", "schema": known[n]} for n in operation.query]
+    query = (*operation.query, "tenant") if route.of_tenant else operation.query
+    parameters += [{"name": n, "in": "query", "schema": known[n]} for n in query]
     parameters += [{"name": n, "in": "header", "schema": HEADERS[n]} for n in operation.headers]
     responses: Json = {}
     for status, what in operation.answers.items():

@@ -33,7 +33,7 @@ async def rotate_secret(services: Services, request: Request) -> Reply:
 
 
 ROUTES: tuple[Route, ...] = (
-    Route("GET", "/v1/queue", show_queue, scope=READ),
+    Route("GET", "/v1/queue", show_queue, scope=READ, of_tenant=True),
     Route("GET", "/v1/webhooks/secret", get_secret, scope=TENANT),
     Route("POST", "/v1/webhooks/secret/rotate", rotate_secret, scope=TENANT),
 )

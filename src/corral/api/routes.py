@@ -9,6 +9,7 @@ import asyncio
 import re
 import traceback
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Literal
 
 from corral.api import expiry, files, identity, leases, pausing, queue, sse, templates
@@ -58,6 +59,8 @@ async def dispatch(services: Services, request: Request) -> Reply:
             await check_rate(services, request.caller)
         if route.starts:
             services.core.check_accepting()
+        if "tenant" in request.query and route.is_tenants_own:
+            request = replace(request, caller=await identity.acting(services, request, route))
         return await route.handler(services, request, **parts)
     except CorralError as error:
         seen = services.core.as_seen(error)
@@ -396,18 +399,18 @@ async def openapi(services: Services, request: Request) -> Reply:
 
 ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/runs", submit_run, starts=True),
-    Route("GET", "/v1/runs", list_runs),
-    Route("GET", "/v1/runs/{run_id}", get_run),
-    Route("POST", "/v1/runs/{run_id}/cancel", cancel_run),
+    Route("GET", "/v1/runs", list_runs, of_tenant=True),
+    Route("GET", "/v1/runs/{run_id}", get_run, of_tenant=True),
+    Route("POST", "/v1/runs/{run_id}/cancel", cancel_run, of_tenant=True),
     Route("GET", "/v1/runs/{run_id}/stream", stream_run),
     Route("GET", "/v1/runs/{run_id}/logs", run_logs),
     Route("GET", "/v1/runs/{run_id}/artifacts/{path:path}", run_artifact),
     Route("POST", "/v1/sandboxes", create_sandbox, starts=True),
-    Route("GET", "/v1/sandboxes", list_sandboxes),
-    Route("GET", "/v1/sandboxes/{sandbox_id}", get_sandbox),
-    Route("DELETE", "/v1/sandboxes/{sandbox_id}", delete_sandbox),
+    Route("GET", "/v1/sandboxes", list_sandboxes, of_tenant=True),
+    Route("GET", "/v1/sandboxes/{sandbox_id}", get_sandbox, of_tenant=True),
+    Route("DELETE", "/v1/sandboxes/{sandbox_id}", delete_sandbox, of_tenant=True),
     Route("POST", "/v1/sandboxes/{sandbox_id}/execs", start_exec, starts=True),
-    Route("GET", "/v1/sandboxes/{sandbox_id}/execs", list_execs),
+    Route("GET", "/v1/sandboxes/{sandbox_id}/execs", list_execs, of_tenant=True),
     Route("GET", "/v1/sandboxes/{sandbox_id}/logs", sandbox_logs),
     Route("GET", "/v1/sandboxes/{sandbox_id}/files/archive", get_archive),
     Route("PUT", "/v1/sandboxes/{sandbox_id}/files/archive", put_archive),
@@ -420,11 +423,11 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/sandboxes/{sandbox_id}/files/move", files.move_file),
     Route("POST", "/v1/sandboxes/{sandbox_id}/files/mkdir", files.make_directory),
     Route("GET", "/v1/sandboxes/{sandbox_id}/files/watch", files.watch_files),
-    Route("GET", "/v1/execs/{exec_id}", get_exec),
+    Route("GET", "/v1/execs/{exec_id}", get_exec, of_tenant=True),
     Route("GET", "/v1/execs/{exec_id}/stream", stream_exec),
     Route("GET", "/v1/execs/{exec_id}/logs", exec_logs),
     Route("GET", "/v1/execs/{exec_id}/artifacts/{path:path}", exec_artifact),
-    Route("POST", "/v1/execs/{exec_id}/cancel", cancel_exec),
+    Route("POST", "/v1/execs/{exec_id}/cancel", cancel_exec, of_tenant=True),
     Route("POST", "/v1/execs/{exec_id}/signal", signal_exec),
     Route("POST", "/v1/execs/{exec_id}/resize", resize_exec),
     Route("POST", "/v1/execs/{exec_id}/stdin", stdin_exec),

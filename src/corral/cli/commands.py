@@ -31,6 +31,7 @@ COMMANDS = {
     "cancel": ("corral.cli.cancel", "End a run or exec."),
     "template": ("corral.cli.template", "Build, list, show and remove templates."),
     "tenant": ("corral.cli.tenant", "Create, list, disable and remove tenants."),
+    "user": ("corral.cli.user", "Create, list, disable and remove users."),
     "key": ("corral.cli.key", "Create, list, revoke and rotate keys of the API."),
     "serve": ("corral.cli.serve", "Serve the API on a TCP port."),
     "db": ("corral.cli.db", "Check, upgrade and back up the database."),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from corral.cli import terminal
 from corral.client import Transport, connect
-from corral.client.line import Params
 
 Json = dict[str, Any]
 
@@ -25,27 +24,9 @@ def opened() -> Iterator[Transport]:
             transport.close()
 
 
-class Under:
-    """A transport whose requests go out under a lease."""
-
-    def __init__(self, inner: Transport, lease: str) -> None:
-        self._inner = inner
-        self._lease = {"Corral-Lease": lease}
-        self.stream = inner.stream
-        self.download = inner.download
-        self.upload = inner.upload
-        self.close = inner.close
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        json: Json | None = None,
-        params: Params | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Json:
-        """See `Transport`."""
-        return self._inner.request(method, path, json, params, {**(headers or {}), **self._lease})
+def under(transport: Transport, lease: str | None) -> Transport:
+    """The transport for calls under a lease, if there is one."""
+    return transport if lease is None else transport.under(lease)
 
 
 def every(transport: Transport, path: str, params: Json | None = None) -> list[Json]:

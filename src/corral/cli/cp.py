@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Iterator
 import click
 
 from corral.cli import terminal, words
-from corral.cli.connection import opened
+from corral.cli.connection import opened, under
 from corral.client import Transport, trees
 from corral.client.transport import quote
 from corral.errors import CorralError
@@ -30,8 +30,9 @@ _LIKELY_SIDE = re.compile(r"(sbx_[^:/]*):(.*)", re.DOTALL)
 @click.argument("src", metavar="SRC")
 @click.argument("dst", metavar="DST")
 @click.option("--user", metavar="NAME", help="User inside who reads or writes: sandbox (default) or root.")
+@words.lease_option
 @words.json_option
-def command(src: str, dst: str, user: str | None, as_json: bool) -> None:
+def command(src: str, dst: str, user: str | None, lease: str | None, as_json: bool) -> None:
     """Copy SRC to DST; exactly one of them is ID:PATH. Directories are copied whole, - is a tar stream."""
     if not src or not dst:
         raise click.UsageError("SRC and DST must not be empty.")
@@ -40,7 +41,8 @@ def command(src: str, dst: str, user: str | None, as_json: bool) -> None:
         raise click.UsageError("Exactly one of SRC and DST must be ID:PATH.")
     if as_json and dst == "-":
         raise click.UsageError("--json and a tar stream on stdout exclude each other.")
-    with opened() as transport:
+    with opened() as plain:
+        transport = under(plain, lease)
         if target is not None:
             remote = Remote(transport, *target, user)
             copied = remote.put_stream(_blocks_of_stdin()) if src == "-" else remote.put(src)

@@ -15,7 +15,7 @@ from corral.client.transport import quote
 @click.argument("sandbox_id", type=words.IDENT, metavar="ID")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="-- ARGV...")
 @words.program_options
-@click.option("--lease", metavar="FENCE", help="Under this lease, as corral lease acquire printed it.")
+@words.lease_option
 @click.pass_context
 def command(ctx: click.Context, /, sandbox_id: str, program: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Run ARGV, CODE or a shell STRING in the sandbox ID, under its limits."""

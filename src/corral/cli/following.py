@@ -92,6 +92,8 @@ class Following:
     cursor: str | None = None
     written: dict[str, int] = field(default_factory=lambda: {"stdout": 0, "stderr": 0})
     last: dict[str, bytes] = field(default_factory=dict)
+    tenant: str | None = None
+    """Whose it is, where that is not the caller's own: then it can be waited for and cancelled."""
 
     @property
     def path(self) -> str:
@@ -152,14 +154,16 @@ class Following:
     def wait(self, **params: str | int | None) -> Json:
         """The ended run or exec, however long that takes."""
         while True:
-            document = self.transport.request("GET", self.path, params={"wait": _POLL_S, **params})
+            document = self.transport.request(
+                "GET", self.path, params={"wait": _POLL_S, "tenant": self.tenant, **params}
+            )
             if document.get("result") is not None or document.get("state") == "finished":
                 return document
 
     def cancel(self) -> None:
         """Ask for the end of everything in it and wait until that is so."""
         for _ in range(_CANCEL_ATTEMPTS):
-            document = self.transport.request("POST", self.path + "/cancel")
+            document = self.transport.request("POST", self.path + "/cancel", params={"tenant": self.tenant})
             if document.get("result") is not None or document.get("state") == "finished":
                 return
         raise CorralError("infra_error", f"{self.ident} does not end", hint="see corral doctor for what is left")

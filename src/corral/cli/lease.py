@@ -18,11 +18,12 @@ def command() -> None:
 
 
 @command.command()
+@words.tenant_option("Whose they are, for an admin; one's own by default.")
 @words.json_option
-def ls(as_json: bool) -> None:
+def ls(tenant: str | None, as_json: bool) -> None:
     """List leases."""
     with opened() as transport:
-        items = every(transport, "/v1/leases")
+        items = every(transport, "/v1/leases", {"tenant": tenant})
     if as_json:
         terminal.put_json({"items": items, "next": None})
     else:

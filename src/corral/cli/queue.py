@@ -1,4 +1,4 @@
-"""`corral queue`: the runs of one's own tenant that wait for room, in the order in which they start."""
+"""`corral queue`: the runs of a tenant that wait for room, in the order in which they start."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ MOST = 1000
 
 
 @click.command(name="queue")
+@words.tenant_option("Whose they are, for an admin; one's own by default.")
 @words.json_option
-def command(as_json: bool) -> None:
+def command(tenant: str | None, as_json: bool) -> None:
     """List the runs that wait for room, in the order in which they start."""
     with opened() as transport:
-        queue = transport.request("GET", "/v1/queue", params={"limit": str(MOST)})
+        queue = transport.request("GET", "/v1/queue", params={"limit": str(MOST), "tenant": tenant})
     if as_json:
         terminal.put_json(queue)
         return

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from corral.cli import artifacts, terminal, words
-from corral.cli.connection import Under, opened
+from corral.cli.connection import opened, under
 from corral.cli.following import Ended, Interrupted, Interrupts, carry_out, explain
 from corral.client import Transport
 
@@ -42,7 +42,7 @@ def perform(interrupts: Interrupts, path: str, request: words.Json, given: words
     if out is not None:
         artifacts.check(out)
     with opened() as plain:
-        transport = Under(plain, given["lease"]) if given.get("lease") else plain
+        transport = under(plain, given.get("lease"))
         ended = carry_out(transport, interrupts, path, request, view=view)
         status = ended.status
         if out is not None:

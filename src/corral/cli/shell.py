@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from corral.cli import terminal, tty, words
-from corral.cli.connection import opened
+from corral.cli.connection import opened, under
 from corral.cli.following import Interrupted, Interrupts, explain
 from corral.cli.interactive import Interactive, Outcome
 from corral.cli.sandbox import remove
@@ -57,10 +57,13 @@ def detach_option(function: words.F) -> words.F:
 @click.option("--cwd", metavar="PATH", help="Working directory inside.")
 @click.option("--user", metavar="NAME", help="User inside: sandbox (default) or root.")
 @click.option("--keep", is_flag=True, help="Leave the fresh sandbox alive for --ttl.")
+@words.lease_option
 @detach_option
 @click.option("--command", "unused", metavar="ARGV...", expose_value=False, help="This instead of a shell; comes last.")
 @click.pass_context
-def command(ctx: click.Context, /, sandbox_id: str | None, keep: bool, detach_keys: str, **given: Any) -> None:
+def command(
+    ctx: click.Context, /, sandbox_id: str | None, keep: bool, lease: str | None, detach_keys: str, **given: Any
+) -> None:
     """Open a shell in the sandbox ID, or in a fresh one that is gone afterwards.
 
     Every key goes inside, Ctrl-C and Ctrl-Z too. The exit status is the program's.
@@ -78,9 +81,11 @@ def command(ctx: click.Context, /, sandbox_id: str | None, keep: bool, detach_ke
     wrong = ["keep"] if keep else [name for name, value in given.items() if value]
     if sandbox_id is not None and wrong:
         raise click.UsageError(f"--{wrong[0].replace('_', '-')} is for a fresh sandbox; {sandbox_id} is there already.")
+    if sandbox_id is None and lease is not None:
+        raise click.UsageError("--lease is for a sandbox that is there; name its ID.")
     with opened() as transport:
         if sandbox_id is not None:
-            outcome = _open(transport, interrupts, sandbox_id, request, screen, detach)
+            outcome = _open(under(transport, lease), interrupts, sandbox_id, request, screen, detach)
         else:
             outcome = _in_a_fresh_one(transport, interrupts, words.common(given), keep, request, screen, detach)
     ctx.exit(told(outcome))

@@ -81,6 +81,23 @@ def json_option(function: F) -> F:
     return click.option("--json", "as_json", is_flag=True, is_eager=True, callback=_note_json, help=told)(function)
 
 
+def tenant_option(text: str) -> Callable[[F], F]:
+    """Whose things are meant, for an admin."""
+    return click.option("--tenant", "tenant", metavar="ID", type=IDENT, help=text)
+
+
+def lease_option(function: F) -> F:
+    """The lease under which something is done to a sandbox."""
+    told = "Under this lease, as corral lease acquire printed it."
+    return click.option("--lease", "lease", metavar="FENCE", help=told)(function)
+
+
+def check_lease(lease: str | None, ident: str) -> None:
+    """Wrong usage for a run, whose sandbox is its own."""
+    if lease is not None and not ident.startswith("exe_"):
+        raise click.UsageError(f"--lease is for an exec; {ident} has a sandbox of its own.")
+
+
 def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
     leaving.answer.wanted = value  # now it is certain; a --json of the program is none of ours
     return value

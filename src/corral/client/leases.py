@@ -151,6 +151,17 @@ class Grip:
             self.keeper.lose(error.detail)
 
 
+class FixedGrip(Grip):
+    """A lease that somebody else keeps: all that is known of it is its fence."""
+
+    def __init__(self, fence: str) -> None:
+        super().__init__()
+        self._fence = fence
+
+    def headers(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        return {LEASE: self._fence, **(more or {})}
+
+
 class GrippedLine(Line):
     """The same line, for the calls about one sandbox."""
 

@@ -43,6 +43,10 @@ class Transport(Protocol):
         """Send raw bytes, streamed; not repeated. Empty chunks mean nothing."""
         ...
 
+    def under(self, lease: str) -> Transport:
+        """The same, with every call under a lease, given by its fence. Closing either closes both."""
+        ...
+
     def close(self) -> None:
         """Let go. In embedded mode the owner finishes what must not be left half-done, at most 5 s."""
         ...
@@ -72,6 +76,11 @@ class LineTransport:
 
     def upload(self, path: str, chunks: Iterable[bytes], params: Params | None = None, method: str = "PUT") -> Json:
         return drive(self.line.upload(path, lambda: in_turn(chunks, self.line.effects), params, method))
+
+    def under(self, lease: str) -> LineTransport:
+        from corral.client.leases import FixedGrip, GrippedLine
+
+        return LineTransport(GrippedLine(self.line, FixedGrip(lease)))
 
     def close(self) -> None:
         drive(self.line.close())

@@ -287,7 +287,7 @@ class Services:
         """Who may call."""
         from corral.services.identity import Identity
 
-        return Identity(self.core)
+        return Identity(self.core, self.runs.cancel)
 
     @property
     def expiry(self) -> Expiry:

@@ -6,7 +6,7 @@ A caller with `admin` acts on every tenant, one with `tenant` on his own: others
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,10 @@ from corral.services.documents import moment
 from corral.services.events import Caller
 
 Json = dict[str, Any]
+Cancel = Callable[[Caller, str, str], Awaitable[None]]
+"""Asks a run to end: the caller, its id, why."""
+MOST = 1000
+"""Runs of a queue that are looked at in one step."""
 LOOK_S = 2.0
 """How often another worker's first second tenant is looked for."""
 
@@ -41,8 +45,9 @@ LOOK_S = 2.0
 class Identity:
     """See the module docstring."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, cancel: Cancel) -> None:
         self._core = core
+        self._cancel = cancel
         self.admission = Admission(core)
 
     async def begin(self) -> None:
@@ -112,11 +117,36 @@ class Identity:
         return found
 
     async def update_tenant(self, caller: Caller, tenant_id: str, name: str | None, disabled: bool | None) -> Json:
-        """Disabled: its keys are refused from the next moment on; what runs goes on."""
+        """Disabled: its keys are refused from the next moment on; what runs goes on, what waits in the queue is cancelled."""
+        core = self._core
         audit = _audit(caller, tenant_id, "tenant.changed", tenant_id, {"name": name, "disabled": disabled})
-        tenant = await self._core.store.update_tenant(tenant_id, audit, name=name, disabled=disabled)
+        tenant = await core.store.update_tenant(tenant_id, audit, name=name, disabled=disabled)
         self.admission.forget()
+        if disabled:
+            asked: set[str] = set()
+            await self._cancel_waiting(caller, tenant_id, asked)
+            core.spawn(self._cancel_late(caller, tenant_id, asked), f"{tenant_id} disabled")
         return tenant_document(tenant)
+
+    async def _cancel_waiting(self, caller: Caller, tenant_id: str, asked: set[str]) -> None:
+        """Ask each run that waits for room to end; those in `asked` have been. Who missed this is refused at his turn (`Queue.turn`)."""
+        its = replace(caller, tenant_id=tenant_id)
+        for each in await self._core.store.list_queue(tenant_id, limit=MOST):
+            if each.run_id not in asked:
+                asked.add(each.run_id)
+                await self._cancel(its, each.run_id, "cancelled")
+
+    async def _cancel_late(self, caller: Caller, tenant_id: str, asked: set[str]) -> None:
+        """Those who were let in a moment ago, here or at another replica, and those behind the first `MOST`."""
+        until = asyncio.get_running_loop().time() + 2 * HOLDS_S
+        known = -1
+        while asyncio.get_running_loop().time() < until or len(asked) > known:
+            known = len(asked)
+            await asyncio.sleep(HOLDS_S)
+            tenant = await self._core.store.get_tenant(tenant_id)
+            if tenant is None or tenant.disabled_at is None:
+                return
+            await self._cancel_waiting(caller, tenant_id, asked)
 
     async def delete_tenant(self, caller: Caller, tenant_id: str) -> Json:
         """For good. `tenant_in_use` while it has something that goes on, or is not disabled."""
@@ -129,6 +159,11 @@ class Identity:
         self.admission.forget()
         await self._count()
         return tenant_document(gone)
+
+    async def acting(self, caller: Caller, tenant_id: str | None) -> Caller:
+        """The same caller, and his name in the audit, in another tenant, a disabled one too; `not_found` unless he is an admin."""
+        tenant = await self._whose(caller, tenant_id)
+        return caller if tenant == caller.tenant_id else replace(caller, tenant_id=tenant)
 
     # -- users -----------------------------------------------------------------------------------------------------------------
     async def create_user(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from corral.domain.guard import GuardDecision
+from corral.domain.identity import DEFAULT_TENANT
 from corral.domain.limits import Limits
 from corral.domain.quantities import format_seconds
 from corral.domain.queue import cost_of
@@ -117,6 +118,11 @@ class Queue:
                 hint="send it again",
                 started=False,
             )
+        if row.state != "finished" and run.tenant_id != DEFAULT_TENANT:  # which cannot be disabled
+            tenant = await core.endure(lambda: core.store.get_tenant(run.tenant_id))
+            if tenant is None or tenant.disabled_at is not None:
+                hint = "an admin enables it again: corral tenant enable"
+                raise CorralError("policy_denied", "its tenant was disabled while it waited", hint=hint, started=False)
         return row
 
     async def _too_late(self, queued: QueuedRun) -> CorralError:

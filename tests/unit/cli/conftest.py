@@ -32,6 +32,7 @@ class FakeTransport:
     blocks: Any = ()
     calls: list[tuple[str, str, Any, dict[str, Any]]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    leased: list[tuple[str, str, str]] = field(default_factory=list)
     uploads: list[bytes] = field(default_factory=list)
     streamed: list[str | None] = field(default_factory=list)
     closed: bool = False
@@ -44,7 +45,7 @@ class FakeTransport:
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        self.calls.append((method, path, json, dict(params or {})))
+        self.calls.append((method, path, json, {k: v for k, v in (params or {}).items() if v is not None}))
         self.headers.append(dict(headers or {}))
         answer = self.document(method, path) if callable(self.document) else self.document
         if isinstance(answer, Exception):
@@ -73,8 +74,33 @@ class FakeTransport:
         self.calls.append((method, path, None, dict(params or {})))
         return {}
 
+    def under(self, lease: str) -> Under:
+        return Under(self, lease)
+
     def close(self) -> None:
         self.closed = True
+
+
+class Under:
+    """The fake, noting each call that goes out under the lease."""
+
+    def __init__(self, inner: FakeTransport, lease: str) -> None:
+        self._inner, self._lease = inner, lease
+        self.stream, self.close = inner.stream, inner.close
+
+    def request(
+        self, method: str, path: str, json: Any = None, params: Any = None, headers: Any = None
+    ) -> dict[str, Any]:
+        self._inner.leased.append((method, path, self._lease))
+        return self._inner.request(method, path, json, params, {**(headers or {}), "Corral-Lease": self._lease})
+
+    def download(self, path: str, params: Any = None) -> Iterator[bytes]:
+        self._inner.leased.append(("GET", path, self._lease))
+        return self._inner.download(path, params)
+
+    def upload(self, path: str, chunks: Iterable[bytes], params: Any = None, method: str = "PUT") -> dict[str, Any]:
+        self._inner.leased.append((method, path, self._lease))
+        return self._inner.upload(path, chunks, params, method)
 
 
 @dataclass

@@ -57,9 +57,8 @@ def not_disabled(tenant_id: str) -> CorralError:
 
 
 def has_live(tenant_id: str, what: str) -> CorralError:
-    return in_use(
-        tenant_id, f"has {what} that go on", "end them first: enable it, delete them with a key of it, disable it"
-    )
+    ends = f"corral sandbox rm --tenant {tenant_id}" if what == "sandboxes" else f"corral cancel --tenant {tenant_id}"
+    return in_use(tenant_id, f"has {what} that go on", f"end them first: {ends} ID")
 
 
 def has_ended(key_id: str) -> CorralError:
