@@ -52,7 +52,6 @@ class Pausing:
         core = self._core
         loop = asyncio.get_running_loop()
         until = loop.time() + PATIENCE_S
-        joined = False
         with core.wakes.listen(sandbox_id) as woken:
             while loop.time() < until:
                 core.check_open()
@@ -72,19 +71,14 @@ class Pausing:
                 if state == "paused" if event == "pause" else state in ("leased", "running", "idle"):
                     return view
                 if state in ("pausing", "resuming"):
-                    joined = joined or state == UNDER_WAY[event]
                     if (under_way := self._turning.get(sandbox_id)) is None:
-                        await woken.wait(LOOK_S)  # another worker's
+                        await woken.wait(LOOK_S)  # another worker's: what it failed in, or was undone since, is tried here
                         continue
                     of_it, task = under_way
                     await asyncio.wait({task}, timeout=until - loop.time())
                     if of_it == event and task.done():
                         return await _result(task)
                     continue
-                if joined:
-                    raise CorralError(
-                        "infra_error", f"the {event} of {sandbox_id} failed", hint="try again in a moment"
-                    )
                 try:
                     task = await self._begin(view, caller, event)
                 except CorralError as error:

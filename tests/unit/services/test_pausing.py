@@ -10,6 +10,8 @@ import pytest
 from corral.domain.fence import Fence
 from corral.errors import CorralError
 
+from .cluster import Cluster
+
 HOUR_MS = 3_600_000
 
 
@@ -416,3 +418,24 @@ async def test_policy_may_allow_no_time_to_live_and_may_ask_for_a_time_without_a
         assert refused.document["code"] == "policy_denied", refused.document
     world.offset_ms += 1000 * HOUR_MS
     await until_ended(world, endless.document["id"])
+
+
+async def test_a_pause_that_another_worker_did_and_undid_before_we_looked_did_not_fail(tmp_path, until):
+    cluster = Cluster(tmp_path)
+    try:
+        ours, theirs = [await cluster.start(name, stale_s=60.0) for name in ("a", "b")]
+        box = await make(ours)
+        cluster.hub.works = False  # nobody is told anything
+        cluster.node.turn_gate = asyncio.Event()
+        first = asyncio.create_task(turn(theirs, box, "pause"))
+        await until(lambda: cluster.node.turns)
+        second = asyncio.create_task(turn(ours, box, "pause"))
+        await asyncio.sleep(0.1)  # it has seen the other one's, most probably, and looks again in a second
+        cluster.node.turn_gate.set()
+        assert (await first).document["state"] == "paused"
+        assert (await turn(theirs, box, "resume")).document["state"] == "leased"
+        answer = await second
+        assert (answer.status, answer.document["state"]) == (200, "paused"), answer.document
+        assert await state_of(theirs, box) == "paused"
+    finally:
+        await cluster.stop()
