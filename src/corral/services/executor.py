@@ -42,6 +42,7 @@ from corral.services.languages import Languages, build_limits
 from corral.services.lifecycle import Lifecycle, Wanted
 from corral.services.output import NAMES, kept_document, nothing_shown
 from corral.services.queue import QUEUE, Queue, judged
+from corral.services.transitions import RETRIES
 from corral.services.webhooks import WEBHOOKS
 
 Json = dict[str, Any]

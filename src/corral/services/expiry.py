@@ -19,8 +19,9 @@ from corral.services.control import Core
 from corral.services.events import Caller
 from corral.services.execs import fence_of, instance_of
 from corral.services.leases import ttl_of
-from corral.services.lifecycle import ENDING, MARGIN_S, Lifecycle, Plan, gone
+from corral.services.lifecycle import MARGIN_S, Lifecycle
 from corral.services.pausing import check_holder, check_runs
+from corral.services.transitions import ENDING, Plan, gone
 
 Json = dict[str, Any]
 FRESH_MS = 1000

@@ -26,7 +26,8 @@ from corral.ports.leases import Renewal, Seen
 from corral.services.control import Core
 from corral.services.events import Caller
 from corral.services.execs import Execs, fence_of, instance_of
-from corral.services.lifecycle import Lifecycle, Plan, gone
+from corral.services.lifecycle import Lifecycle
+from corral.services.transitions import Plan, gone
 
 Json = dict[str, Any]
 JOIN_S = 30.0

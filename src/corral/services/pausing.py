@@ -21,7 +21,8 @@ from corral.services.control import Core
 from corral.services.events import Caller
 from corral.services.execs import fence_of, instance_of
 from corral.services.leases import held_by_another
-from corral.services.lifecycle import ENDING, Lifecycle, Plan, gone
+from corral.services.lifecycle import Lifecycle
+from corral.services.transitions import ENDING, Plan, gone
 
 Json = dict[str, Any]
 Event = Literal["pause", "resume"]

@@ -31,9 +31,10 @@ from corral.services.executor import ended_document
 from corral.services.expiry import Expiry
 from corral.services.languages import Languages, exec_directories, is_code
 from corral.services.leases import Leases, Wish, ttl_of
-from corral.services.lifecycle import ENDING, Lifecycle, Wanted, gone
+from corral.services.lifecycle import Lifecycle, Wanted
 from corral.services.pausing import Pausing
 from corral.services.queue import judged
+from corral.services.transitions import ENDING, gone
 
 Json = dict[str, Any]
 T = TypeVar("T")
