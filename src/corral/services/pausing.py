@@ -73,7 +73,8 @@ class Pausing:
                     return view
                 if state in ("pausing", "resuming"):
                     if (under_way := self._turning.get(sandbox_id)) is None:
-                        await woken.wait(LOOK_S)  # another worker's: what it failed in, or was undone since, is tried here
+                        # Another worker's: what it failed in, or what was undone since, is tried here.
+                        await woken.wait(LOOK_S)
                         continue
                     of_it, task = under_way
                     await asyncio.wait({task}, timeout=until - loop.time())
