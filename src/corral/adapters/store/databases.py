@@ -220,6 +220,7 @@ class PostgresDatabase:
 
     def downgrade(self, revision: str) -> tuple[str, str]:
         from . import migrate_postgres
+        from .postgres_hold import PostgresHold
 
         before = _older(self.where, self._version(), revision, migrate_postgres.POSTGRES)
         with self._opened() as connection:
@@ -234,7 +235,12 @@ class PostgresDatabase:
                 f"{len(alive)} servers are at work on {self.where}: {', '.join(alive[:5])}",
                 hint="stop them first; one that was killed counts for a few seconds more",
             )
-        migrate_postgres.run_alembic(self._url, revision, down=True, expected=before)
+        hold = PostgresHold(self._url, shared=False, lost=lambda error: None)
+        hold.take(0)  # one that has not beaten yet has this, and none begins meanwhile
+        try:
+            migrate_postgres.run_alembic(self._url, revision, down=True, expected=before)
+        finally:
+            hold.close()
         return before, revision
 
     def backup(self, path: str) -> int:

@@ -50,14 +50,24 @@ def connection(url: str) -> psycopg.Connection[Any]:
 def version(opened: psycopg.Connection[Any], url: str) -> str | None:
     """The revision that the database has, None if it is empty. Raises `store_error` if it is no database of ours."""
     where = described(url)
-    [(encoding,)] = opened.execute("SELECT current_setting('server_encoding')").fetchall()
+    [(encoding, schema)] = opened.execute("SELECT current_setting('server_encoding'), current_schema()").fetchall()
     if encoding != "UTF8":
         raise migrate.foreign(where, f"its encoding is {encoding}, not UTF8", POSTGRES)
+    if schema is None:
+        raise CorralError(
+            "store_error",
+            f"{where} has no schema for tables: none of its search_path is there",
+            hint="CREATE SCHEMA, or another search_path of the user or the URL",
+            retryable=False,
+        )
     tables = {
         row[0]
         for row in opened.execute(
             "SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
             " WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v')"
+            # What an extension has brought (pg_stat_statements is in many a new database) is nobody's data.
+            " AND NOT EXISTS (SELECT 1 FROM pg_depend d WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid"
+            " AND d.deptype = 'e')"
         )
     }
     if not tables:
@@ -82,6 +92,7 @@ def run_alembic(url: str, revision: str = "head", *, down: bool = False, expecte
     try:
         with engine.begin() as transaction:
             transaction.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_WAIT_S}s'")
+            transaction.exec_driver_sql("SET LOCAL statement_timeout = 0")
             transaction.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
             raw: Any = transaction.connection.dbapi_connection
             if version(raw, url) != expected:
@@ -89,7 +100,13 @@ def run_alembic(url: str, revision: str = "head", *, down: bool = False, expecte
             migrate.alembic(transaction, revision, down=down)
             faults.point("store.migrate.before")
     except sqlalchemy.exc.SQLAlchemyError as error:
-        raise CorralError("store_error", f"the tables in {described(url)} cannot be changed: {error}") from error
+        where = described(url)
+        cause = getattr(error, "orig", None)
+        if isinstance(cause, psycopg.Error):
+            why = refusal(cause, where)
+            told = f"the tables cannot be changed: {why.detail}"
+            raise CorralError("store_error", told, hint=why.hint, retryable=why.retryable) from error
+        raise CorralError("store_error", f"the tables in {where} cannot be changed: {error}") from error
     finally:
         engine.dispose()
 
@@ -97,4 +114,7 @@ def run_alembic(url: str, revision: str = "head", *, down: bool = False, expecte
 def _raw(url: str) -> psycopg.Connection[Any]:
     opened = connection(url)
     opened.autocommit = False
+    # Whatever the role's defaults are: after waiting for another that migrates, what that one did has to be seen.
+    opened.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+    opened.read_only = False
     return opened

@@ -32,6 +32,8 @@ READERS = 2
 _WRITE = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 _READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _AGAIN = ("40001", "40P01")
+_ELSEWHERE = ("25006", "26000", "42P05", "0A000")
+"""It is the connection: it leads to what has become a standby, or what was prepared there is gone or fits the tables no more."""
 _ATTEMPTS = 10
 _CONNECTIONS = 3
 
@@ -108,7 +110,7 @@ class _Worker(StoreThread):
                 self.disconnect()
                 raise
             except psycopg.Error as error:
-                if session.broken or isinstance(error, Unanswered):
+                if session.broken or isinstance(error, Unanswered) or error.sqlstate in _ELSEWHERE:
                     self.disconnect()
                     # It may have broken long ago, while nobody looked. Nothing of it was committed.
                     if attempt >= _CONNECTIONS or isinstance(error, Unanswered):

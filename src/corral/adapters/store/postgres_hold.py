@@ -2,7 +2,8 @@
 
 A session lock of the database, on a connection of its own: a process that is the only owner takes it alone, workers of `corral serve
 --replicas` share it. It ends with the connection, so whoever died is no obstacle for long, even one whose machine is gone. A connection
-that breaks is made again and the lock taken again; if somebody else has it by then, that is told once, and this process is out.
+that breaks is made again and the lock taken again; if somebody else has it by then, that is told at once and once, and this process is
+out.
 """
 
 from __future__ import annotations
@@ -49,9 +50,12 @@ class PostgresHold:
         self._url = url
         self._where = described(url)
         self._shared = shared
+        self._name = f"corral {'worker' if shared else 'owner'} {socket.gethostname()[:32]} {os.getpid()}"
         self._lost = lost
         self._connection: psycopg.Connection[Any] | None = None
         self._backend = 0
+        self._other = False
+        """Whether somebody else was seen to have it, when it was last asked for."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -82,8 +86,7 @@ class PostgresHold:
     def _taken(self) -> bool:
         connection = self._connection
         if connection is None:
-            name = f"corral {'worker' if self._shared else 'owner'} {socket.gethostname()[:32]} {os.getpid()}"
-            connection = self._connection = connected(self._url, application_name=name)
+            connection = self._connection = connected(self._url, application_name=self._name)
             for setting in _SETTINGS:
                 try:
                     connection.execute(setting)
@@ -96,7 +99,9 @@ class PostgresHold:
         if got is not None and got[0]:
             self._backend = connection.info.backend_pid
             return True
-        for pid, _ in connection.execute(_HOLDERS, row).fetchall():
+        holders = connection.execute(_HOLDERS, row).fetchall()
+        self._other = any(pid != self._backend and name != self._name for pid, name in holders)
+        for pid, _ in holders:
             if (
                 pid == self._backend
             ):  # our own connection of before, of which the server does not know yet that it broke
@@ -132,10 +137,10 @@ class PostgresHold:
         self._disconnect()
 
     def _again(self) -> bool:
-        """The lock on a new connection; what only ends slowly is waited for."""
+        """The lock on a new connection; a session of our own that only ends slowly is waited for."""
         until = time.monotonic() + TAKE_S
         while not self._taken():
-            if time.monotonic() >= until:
+            if self._other or time.monotonic() >= until:
                 return False
             if self._stop.wait(PAUSE_S):
                 return True

@@ -130,6 +130,12 @@ def described(url: str) -> str:
     return f"postgresql://{where or f'{user}{place}{port}/' + str(parts.get('dbname', ''))}"
 
 
+def is_read_only(error: psycopg.Error) -> bool:
+    """Whether nothing can be written there now. A standby refuses the very BEGIN, in words of its own language."""
+    setting = (error.diag.source_function or "").endswith("bool_check_hook")
+    return error.sqlstate == "25006" or (error.sqlstate == "0A000" and setting)
+
+
 def refusal(error: psycopg.Error, where: str) -> CorralError:
     """The error of ours for one of the driver."""
     told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -151,6 +157,13 @@ def refusal(error: psycopg.Error, where: str) -> CorralError:
             hint="check user, password and database in the database URL",
             retryable=False,
         )
+    if state == "42501":
+        return CorralError(
+            "store_error",
+            f"{where} forbids it: {told}",
+            hint="the user of the database URL has to own the database and its tables",
+            retryable=False,
+        )
     if state in ("42P01", "42703"):
         return CorralError(
             "store_error",
@@ -158,7 +171,7 @@ def refusal(error: psycopg.Error, where: str) -> CorralError:
             hint="corral db check --database-url URL says which version it is of",
             retryable=False,
         )
-    if state == "25006":
+    if is_read_only(error):
         return CorralError("store_error", f"{where} is read-only: {told}", hint="is it a standby?")
     if state in ("57014", "55P03", "25P03") or isinstance(error, Unanswered):
         return CorralError("store_error", f"{where} does not answer in time: {told}", hint="is it overloaded?")

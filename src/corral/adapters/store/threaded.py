@@ -2,7 +2,7 @@
 
 A transaction is one hop: the caller's values are checked and encoded in its own thread, a thread of the store runs the transaction, and
 the result comes back by `call_soon_threadsafe`. A caller that is cancelled leaves its transaction running; whether it happened must
-then be read, as after a crash.
+then be read, as after a crash. Only what would be read for nobody, and has not begun, is left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class StoreThread:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            work, loop, future = job
+            work, loop, future, needed = job
+            if not needed and future.cancelled():
+                del job, work, future
+                continue  # else those who gave up while the database was slow would keep it so for those who come
             result: Any = None
             failure: BaseException | None = None
             try:
@@ -102,7 +105,7 @@ class ThreadedStore(SqlStore, Generic[W]):
                 self._threads = list(self._made(self._writes, self._reads))
                 for thread, _ in self._threads:
                     thread.thread.start()
-            prepared = self._hop(self._writes, self._prepare)
+            prepared = self._hop(True, self._prepare)
         try:
             self._installation = await prepared
         except BaseException:
@@ -126,17 +129,17 @@ class ThreadedStore(SqlStore, Generic[W]):
                 self._writes, self._reads = queue.SimpleQueue(), queue.SimpleQueue()
             return threads
 
-    def _hop(self, jobs: Jobs, work: Callable[[W], T]) -> asyncio.Future[T]:
+    def _hop(self, writes: bool, work: Callable[[W], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        jobs.put((work, loop, future))
+        (self._writes if writes else self._reads).put((work, loop, future, writes))
         return future
 
     def _submit(self, writes: bool, work: Callable[[Tx], T]) -> asyncio.Future[T]:
         with self._guard:
             if not self._usable:
                 raise CorralError("store_error", "the store is not open", retryable=False)
-            return self._hop(self._writes if writes else self._reads, self._job(work))
+            return self._hop(writes, self._job(work))
 
     def _job(self, work: Callable[[Tx], T]) -> Callable[[W], T]:
         return lambda thread: thread.transact(work)

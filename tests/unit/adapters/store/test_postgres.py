@@ -332,6 +332,71 @@ async def test_a_server_that_is_away_is_told_at_once_and_found_again(own, how: i
     assert (await bench.store.submit_run(bench.run("run_2"), audit()))[1]
 
 
+async def test_a_standby_is_a_retryable_error_and_left_for_the_primary(own) -> None:
+    bench, server, _ = own
+    await bench.store.submit_run(bench.run("run_1"), audit())
+    signal_file = server.data / "standby.signal"
+    server.stop()
+    signal_file.touch()
+    owner = server.data.stat()
+    os.chown(signal_file, owner.st_uid, owner.st_gid)
+    server.start()
+    error = await refused("store_error", bench.store.submit_run(bench.run("run_2"), audit()))
+    assert error.retryable and "read-only" in str(error) and "standby" in str(error.hint)
+    assert await bench.store.get_run("run_1", "default") is not None
+    server.stop()
+    signal_file.unlink()
+    server.start()
+    await bench.store.submit_run(bench.run("run_2"), audit())
+
+
+async def test_a_connection_that_leads_to_a_standby_now_is_left_for_the_primary(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.store._write(lambda tx: tx.rows("SET default_transaction_read_only = on"))
+    begin = postgres_session.Session.begin
+    standbys: list[object] = []
+
+    def as_on_a_standby(self: Any, text: str, *, clock: bool) -> None:
+        if not standbys:
+            standbys.append(self)
+        begin(self, text.replace("READ WRITE", "READ ONLY") if self is standbys[0] else text, clock=clock)
+
+    monkeypatch.setattr(postgres_session.Session, "begin", as_on_a_standby)
+    for i in range(8):
+        await bench.store.submit_run(bench.run(f"run_{i}"), audit())
+    assert standbys and standbys[0].broken
+
+
+async def test_what_was_prepared_and_is_gone_is_prepared_again(bench: Bench) -> None:
+    await bench.store.submit_run(bench.run("run_1"), audit())
+    for _ in range(20):
+        await bench.store._write(lambda tx: tx.rows("DEALLOCATE ALL"))
+        await bench.store._read(lambda tx: tx.rows("DEALLOCATE ALL"))
+    for i in range(2, 10):
+        await bench.store.submit_run(bench.run(f"run_{i}"), audit())
+        assert await bench.store.get_run(f"run_{i}", "default") is not None
+
+
+async def test_callers_that_gave_up_a_slow_database_do_not_keep_it_slow(bench: Bench) -> None:
+    begun: list[int] = []
+    go = threading.Event()
+
+    def slow(tx: Any, number: int) -> None:
+        begun.append(number)
+        go.wait(60)
+
+    calls = [asyncio.create_task(bench.store._read(slow, number)) for number in range(30)]
+    while len(begun) < 2:
+        await asyncio.sleep(0.01)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    go.set()
+    assert await bench.store.get_run("run_1", "default") is None
+    assert len(begun) == 2, "only what had begun goes on"
+
+
 async def test_a_server_that_does_not_answer_is_given_up(own, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, server, _ = own
     await bench.store.submit_run(bench.run(), audit())

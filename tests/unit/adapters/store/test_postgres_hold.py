@@ -165,6 +165,19 @@ def test_who_loses_it_to_another_is_told_once(url: str, make: Make, monkeypatch:
     first.close()
 
 
+def test_one_that_another_has_taken_is_told_at_once(url: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_hold, "TAKE_S", 10 * LIMIT_S)
+    told = Told()
+    make(url, lost=told).take()
+    with psycopg.connect(url, autocommit=True, application_name="corral owner elsewhere 7") as other:
+        [key] = other.execute(postgres_hold._KEY).fetchall()
+        old = cut(url)
+        while not other.execute("SELECT pg_try_advisory_lock(%s)", key).fetchone()[0]:
+            cut(url)
+        assert old and told.came.wait(LIMIT_S)
+    assert told.error is not None and "corral owner elsewhere 7" in str(told.error)
+
+
 def test_it_outlives_a_restart_of_the_server(make: Make) -> None:
     with running(tcp=True) as server:
         url = server.fresh_database(tables=True)
