@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import ssl
+import threading
 from collections.abc import Sequence
 from ipaddress import ip_address
+from typing import Any
 
 from corral.domain.addresses import Address, normal
 from corral.ports.delivery import DeliveryError, Post
 
 RESOLVE_S = 5.0
+LOOK_UPS = 32
+"""At once, those that nobody waits for any more included."""
 CONNECT_S = 5.0
 ANSWER_S = 15.0
 MAX_HEAD = 16 * 1024
 """Of an answer, interim ones included."""
+_Found = tuple[int, int, int, str, tuple[Any, ...]]
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5][0-9][0-9])(?: |\r|\n)")
 
 
@@ -25,18 +31,51 @@ class HttpSender:
 
     def __init__(self, context: ssl.SSLContext | None = None) -> None:
         self._context = context
+        self._look_ups = threading.BoundedSemaphore(LOOK_UPS)
 
     async def resolve(self, host: str, port: int) -> Sequence[Address]:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(RESOLVE_S):
-                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+                found = await self._looked_up(host, port)
         except TimeoutError as error:
             raise DeliveryError(f"the name {host} was not resolved within {RESOLVE_S:g} s") from error
         except (OSError, UnicodeError) as error:
             raise DeliveryError(f"the name {host} cannot be resolved") from error
         addresses = (normal(ip_address(str(address[0]))) for *_, address in found)
         return list(dict.fromkeys(addresses))
+
+    def _looked_up(self, host: str, port: int) -> asyncio.Future[list[_Found]]:
+        """By a thread of its own: a look-up cannot be ended, and somebody's slow name servers must not take the threads that all share."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[_Found]] = loop.create_future()
+
+        def tell(found: list[_Found] | None, error: Exception | None) -> None:
+            if answer.done():
+                return  # nobody waits any more
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(found or [])
+
+        def look_up() -> None:
+            found, failure = None, None
+            try:
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+            except Exception as error:
+                failure = error
+            finally:
+                self._look_ups.release()
+            with contextlib.suppress(RuntimeError):  # the service has ended
+                loop.call_soon_threadsafe(tell, found, failure)
+
+        if not self._look_ups.acquire(blocking=False):
+            raise DeliveryError("too many names are being resolved; name servers do not answer")
+        try:
+            threading.Thread(target=look_up, name="resolve", daemon=True).start()
+        except RuntimeError as error:
+            self._look_ups.release()
+            raise DeliveryError(f"the name {host} cannot be resolved now") from error
+        return answer
 
     async def post(self, request: Post) -> int:
         target, context = request.target, None

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import ipaddress
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -173,3 +174,36 @@ async def test_a_header_cannot_hold_another():
     async with listening(b"HTTP/1.1 200 OK\r\n\r\n") as place:
         with pytest.raises(DeliveryError):
             await HttpSender().post(Post(Target("http", NAME, place.port, "/"), HERE, {"a": "b\r\nc: d"}, b""))
+
+
+async def test_names_whose_servers_do_not_answer_hold_up_nothing_else(monkeypatch):
+    answer, asked = threading.Event(), threading.Semaphore(0)
+
+    def hang(*words, **more):
+        asked.release()
+        answer.wait(60)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(http, "RESOLVE_S", 0.2)
+    monkeypatch.setattr(http.socket, "getaddrinfo", hang)
+    sender = HttpSender()
+    try:
+        calls = [sender.resolve(f"slow{n}.example", 443) for n in range(http.LOOK_UPS)]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert all("was not resolved within" in str(end) for end in ends)
+        assert all([asked.acquire(blocking=False) for _ in calls]), "each was tried"
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 10) == "done"
+        with pytest.raises(DeliveryError, match="too many names"):
+            await sender.resolve("one.more.example", 443)
+    finally:
+        answer.set()
+    monkeypatch.undo()
+
+    async def again():
+        while True:
+            try:
+                return await sender.resolve("localhost", 443)
+            except DeliveryError:
+                await asyncio.sleep(0.01)
+
+    assert HERE in await asyncio.wait_for(again(), 10)
