@@ -97,6 +97,60 @@ class Story:
         self.note("final", "run", run=run, of=op, state="finished", **result)
         return op
 
+    def pause(self, by: str, sandbox: str, fence: str) -> None:
+        self.tell(self.ask(by, "pause", sandbox=sandbox, fence=fence, owner=by), tries=1)
+
+    def resume(self, by: str, sandbox: str, fence: str) -> None:
+        self.tell(self.ask(by, "resume", sandbox=sandbox, fence=fence, owner=by), tries=1)
+
+    def foreign(
+        self, whose: str, ok: bool = False, code: str = "not_found", detail: str = "there is no run ID"
+    ) -> None:
+        op = self.ask("a", "foreign", route="GET /v1/runs/{}", whose=whose, id="run_7")
+        self.tell(op, ok, **({} if ok else {"code": code, "detail": detail}))
+
+    def submit(self, name: str, run: str, priority: str = "normal", hook: str | None = None) -> None:
+        more = {} if hook is None else {"hook": hook}
+        op = self.ask("a", "submit", key=name, of=name, priority=priority, tenant=0, **more)
+        self.tell(op, run=run, of=name, state="queued", waits=True)
+
+    def waits(self, name: str, run: str) -> None:
+        op = self.ask("a", "result", run=run, of=name)
+        self.tell(op, run=run, of=name, state="queued", waits=True)
+
+    def begins(self, name: str, run: str) -> None:
+        facts = {"instance": f"ins_{run}", "sandbox": f"sbx_{run}", "exec": f"exe_{run}", "fence": "1.1", "op": name}
+        self.note("node", "start", **facts)
+        self.note("node", "started", **facts)
+
+    def ends(self, name: str, run: str, **other: Any) -> None:
+        self.note("node", "end", instance=f"ins_{run}", sandbox=f"sbx_{run}", exec=f"exe_{run}")
+        result = {"reason": "ok", "exit_code": 0, "started": True, "out": f"done {name}\n"}
+        self.note("final", "run", run=run, of=name, state="finished", **result)
+
+    def hook(self, name: str, run: str, **other: Any) -> None:
+        told = {
+            "state": "finished",
+            "reason": "ok",
+            "exit_code": 0,
+            "started": True,
+            "delivery": "dlv_1",
+            "signed": True,
+        }
+        self.note("receiver", "hook", of=name, run=run, **{**told, **other})
+
+    def two_that_wait(self) -> None:
+        """The one with the higher priority came later and goes first; both are told of."""
+        self.submit("a.8-0", "run_20", "low", "own")
+        self.submit("a.8-1", "run_21", "high")
+        self.waits("a.8-0", "run_20")
+        self.waits("a.8-1", "run_21")
+        self.begins("a.8-1", "run_21")
+        self.begins("a.8-0", "run_20")
+        self.ends("a.8-1", "run_21")
+        self.ends("a.8-0", "run_20")
+        self.hook("a.8-0", "run_20")
+
     def quiet(self) -> None:
         self.note("final", "quota", tenant="default", of="sandboxes", reserved=0, used=0)
         self.note("final", "left", what="processes")
@@ -114,7 +168,12 @@ def good() -> Story:
     story.refused("a", "exec", "sbx_1", "1.2")
     story.refused("a", "renew", "sbx_1", "1.2")
     story.exec("b", "sbx_1", "ins_1", "1.4")
+    story.pause("b", "sbx_1", "1.4")
+    story.resume("b", "sbx_1", "1.4")
     story.run("c", "run_1")
+    story.foreign("nobody")
+    story.foreign("another")
+    story.two_that_wait()
     story.delete("b", "sbx_1", "ins_1")
     story.quiet()
     return story
@@ -356,7 +415,117 @@ def _defect(story: Story) -> None:
     story.tell(story.ask("a", "delete", sandbox="sbx_9"), False, code="infra_error", detail="an unexpected KeyError")
 
 
+def _goes_on_while_paused(story: Story) -> None:
+    story.pause("b", "sbx_2", "1.4")
+    story.note("guest", "line", sandbox="sbx_2", op="x.9", fence="1.4", what="tick")
+    story.resume("b", "sbx_2", "1.4")
+
+
+def _starts_while_paused(story: Story) -> None:
+    story.pause("b", "sbx_2", "1.4")
+    story.note("node", "start", instance="ins_2", sandbox="sbx_2", exec="exe_9", fence="1.4", op="x.9")
+
+
+def _paused_by_an_old_holder(story: Story) -> None:
+    story.acquire("a", "sbx_2", "ins_2", "1.2", ttl_ms=10)
+    story.later(100)
+    story.acquire("b", "sbx_2", "ins_2", "1.3", ttl_ms=10)
+    story.pause("a", "sbx_2", "1.2")
+
+
+def _foreign_answers(story: Story) -> None:
+    story.foreign("another", ok=True)
+
+
+def _foreign_is_refused_otherwise(story: Story) -> None:
+    story.foreign("another", code="forbidden")
+
+
+def _foreign_is_told_apart(story: Story) -> None:
+    story.foreign("another", detail="the run ID is not yours")
+
+
+def _one_sandbox_for_two_tenants(story: Story) -> None:
+    for tenant in (0, 1):
+        story.tell(story.ask("a", "create", key="k", tenant=tenant), sandbox="sbx_9")
+
+
+def _low_before_high(story: Story) -> None:
+    story.submit("a.9-0", "run_30", "low")
+    story.submit("a.9-1", "run_31", "high")
+    story.waits("a.9-0", "run_30")
+    story.begins("a.9-0", "run_30")
+    story.waits("a.9-1", "run_31")
+
+
+def _last_before_first(story: Story) -> None:
+    story.submit("a.9-0", "run_30")
+    story.submit("a.9-1", "run_31")
+    story.begins("a.9-1", "run_31")
+    story.waits("a.9-0", "run_30")
+
+
+def _never_told_of_the_end(story: Story) -> None:
+    story.submit("a.9", "run_30", hook="own")
+    story.begins("a.9", "run_30")
+    story.ends("a.9", "run_30")
+
+
+def _told(story: Story, **other: Any) -> None:
+    story.submit("a.9", "run_30", hook="own")
+    story.begins("a.9", "run_30")
+    story.ends("a.9", "run_30")
+    story.hook("a.9", "run_30", **other)
+
+
+def _not_signed(story: Story) -> None:
+    _told(story, signed=False)
+
+
+def _told_as_running(story: Story) -> None:
+    _told(story, state="running", reason=None)
+
+
+def _told_of_another_end(story: Story) -> None:
+    _told(story, reason="timeout", exit_code=124)
+
+
+def _told_to_another(story: Story) -> None:
+    story.submit("a.9", "run_30", hook="own")
+    story.begins("a.9", "run_30")
+    story.ends("a.9", "run_30")
+    story.hook("a.10", "run_30")
+
+
+def _told_under_two_ids(story: Story) -> None:
+    _told(story)
+    story.hook("a.9", "run_30", delivery="dlv_2")
+
+
+def _told_too_early(story: Story) -> None:
+    story.submit("a.9", "run_30", hook="own")
+    story.begins("a.9", "run_30")
+    story.hook("a.9", "run_30")
+    story.ends("a.9", "run_30")
+
+
 BAD: list[tuple[str, Callable[[Story], None]]] = [
+    ("paused-is-still", _goes_on_while_paused),
+    ("paused-is-still", _starts_while_paused),
+    ("no-stale-call", _paused_by_an_old_holder),
+    ("foreign-is-nobodys", _foreign_answers),
+    ("foreign-is-nobodys", _foreign_is_refused_otherwise),
+    ("foreign-is-nobodys", _foreign_is_told_apart),
+    ("foreign-is-nobodys", _one_sandbox_for_two_tenants),
+    ("priority", _low_before_high),
+    ("priority", _last_before_first),
+    ("webhook", _never_told_of_the_end),
+    ("webhook", _not_signed),
+    ("webhook", _told_as_running),
+    ("webhook", _told_of_another_end),
+    ("webhook", _told_to_another),
+    ("webhook", _told_under_two_ids),
+    ("webhook", _told_too_early),
     ("tokens-rise", _same_token),
     ("tokens-rise", _token_falls),
     ("one-owner", _taken_too_early),
@@ -491,6 +660,42 @@ def _deleted_again(story: Story) -> None:
     story.tell(story.ask("a", "delete", sandbox="sbx_2", fence="1.2", owner="a"))
 
 
+def _low_while_high_is_somebody_elses(story: Story) -> None:
+    op = story.ask("b", "submit", key="b.9", of="b.9", priority="high", tenant=1)
+    story.tell(op, run="run_30", of="b.9", state="queued", waits=True)
+    story.submit("a.9-1", "run_31", "low")
+    story.begins("a.9-1", "run_31")
+    story.waits("b.9", "run_30")
+    story.note("final", "run", run="run_30", of="b.9", state="finished", reason="cancelled", started=False)
+    story.ends("a.9-1", "run_31")
+
+
+def _high_came_when_low_had_begun(story: Story) -> None:
+    story.submit("a.9-0", "run_30", "low")
+    story.begins("a.9-0", "run_30")
+    story.submit("a.9-1", "run_31", "high")
+    story.waits("a.9-1", "run_31")
+    story.begins("a.9-1", "run_31")
+    story.ends("a.9-0", "run_30")
+    story.ends("a.9-1", "run_31")
+
+
+def _resumed_by_one_who_was_never_answered(story: Story) -> None:
+    story.ask("b", "resume", sandbox="sbx_2", fence="1.4", owner="b")
+    story.pause("b", "sbx_2", "1.4")
+    story.note("guest", "line", sandbox="sbx_2", op="x.9", fence="1.4", what="tick")
+
+
+def _told_twice_under_one_id(story: Story) -> None:
+    _told(story)
+    story.hook("a.9", "run_30")
+
+
+def _the_same_key_of_two_tenants(story: Story) -> None:
+    for tenant in (0, 1):
+        story.tell(story.ask("a", "create", key="k", tenant=tenant), sandbox=f"sbx_9{tenant}")
+
+
 def _kept_for_the_operator(story: Story) -> None:
     copied_at = story.now
     story.create("sbx_2", "ins_2")
@@ -513,6 +718,11 @@ def _kept_for_the_operator(story: Story) -> None:
         _forgotten,
         _deleted_again,
         _kept_for_the_operator,
+        _low_while_high_is_somebody_elses,
+        _high_came_when_low_had_begun,
+        _resumed_by_one_who_was_never_answered,
+        _told_twice_under_one_id,
+        _the_same_key_of_two_tenants,
     ],
     ids=lambda tell: tell.__name__.strip("_"),
 )

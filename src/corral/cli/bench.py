@@ -46,8 +46,9 @@ def chaos(
 ) -> None:
     """Break an installation of its own while clients use it, and check that it kept its promises.
 
-    Clients acquire, renew, work, release and crash; servers, databases, clocks and connections fail by the plan of the seed. What
-    clients were told is compared with what node and guests really did. Exit status 1 when a promise was broken.
+    Clients of two tenants acquire, renew, work, pause, release, queue and crash; servers, databases, clocks and connections fail by
+    the plan of the seed. What clients were told is compared with what node and guests really did. Exit status 1 when a promise was
+    broken.
     """
     from corral import bootstrap
     from corral.testing.history import harness

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from corral.testing.history.events import Event, Fence, merged
 
 REFUSED_BY_FENCE = frozenset({"lease_lost", "lease_held"})
-ACTS = frozenset({"exec", "write", "renew", "delete"})
+ACTS = frozenset({"exec", "write", "renew", "delete", "pause", "resume"})
 """Calls of a holder, refused once the lease is another's; a delete only if it names its fence."""
 
 
@@ -152,11 +152,11 @@ class Verdict:
 
 def check(events: Iterable[Event]) -> Verdict:
     """All rules over a history."""
-    from corral.testing.history import effects, endings, promises
+    from corral.testing.history import effects, endings, promises, sharing
 
     history = History(events)
     found: list[Violation] = []
-    for rule in (*promises.RULES, *effects.RULES, *endings.RULES):
+    for rule in (*promises.RULES, *effects.RULES, *endings.RULES, *sharing.RULES):
         found += rule(history)
     return Verdict(found, {name: history.examined[name] for name in RULES})
 
@@ -175,7 +175,11 @@ RULES = {
     "started-agrees": "what a result says of the start is what the witness saw, and success is never false",
     "ends-once": "every accepted run ends, once, with one result",
     "one-per-key": "one idempotency key makes one thing",
-    "quota": "what is reserved is what lives",
+    "paused-is-still": "nothing starts or writes in a sandbox from when it is told to be paused until somebody resumes it",
+    "foreign-is-nobodys": "what is another tenant's answers like what nobody has, and no id is told to two tenants",
+    "priority": "of a tenant's runs that wait none is let in before one that waits with a higher priority, or as long with the same",
+    "webhook": "the end of each run with a webhook is told, signed, never before it, and as it was",
+    "quota": "what is reserved of each tenant is what lives",
     "nothing-left": "no process, mount, directory or instance is left over",
     "no-defect": "no answer is an unexpected failure of the service",
 }

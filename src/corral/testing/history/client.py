@@ -6,7 +6,9 @@ key; what got no answer at all within the patience stays without a `return`.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import http.client
 import json
 import select
@@ -20,8 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
-from corral.testing.history.events import Event, Recorder
-from corral.testing.history.plan import Act, Plan
+from corral.testing.history.events import Event, Recorder, read
+from corral.testing.history.plan import Act, Plan, Work
 
 Json = dict[str, Any]
 PATIENCE_S = 40.0
@@ -33,6 +35,19 @@ TTL_S = 1800
 OVER = frozenset({"not_found", "sandbox_deleted", "sandbox_lost", "illegal_transition"})
 """Refusals that say that the sandbox of a slot is no use any more."""
 ENDED = frozenset({"sanitizing", "terminated", "lost", "failed"})
+FOREIGN: dict[str, tuple[tuple[str, str, Json | None], ...]] = {
+    "sandbox": (
+        ("GET", "/v1/sandboxes/{}", None),
+        ("POST", "/v1/sandboxes/{}/attach", {"owner": "thief", "ttl_s": 5}),
+        ("POST", "/v1/sandboxes/{}/execs?wait=0", {"argv": ["true"]}),
+        ("POST", "/v1/sandboxes/{}/pause", None),
+        ("GET", "/v1/sandboxes/{}/files?path=%2Fworkspace%2Fhistory", None),
+        ("DELETE", "/v1/sandboxes/{}", None),
+    ),
+    "run": (("GET", "/v1/runs/{}", None), ("POST", "/v1/runs/{}/cancel?wait=0", None)),
+    "exec": (("GET", "/v1/execs/{}", None), ("POST", "/v1/execs/{}/cancel?wait=0", None)),
+}
+"""What is tried with ids of another tenant."""
 HISTORY = "/workspace/history"
 PROGRAM = f"""
 import fcntl, json, sys, time
@@ -67,6 +82,10 @@ class Spec:
     """On the command line of every program, so that it is known as one of this run."""
     leases: bool
     """Whether the server has leases with owners."""
+    receiver: str | None = None
+    """Where webhooks may go; None: nowhere here."""
+    others: tuple[str, ...] = ()
+    """Histories of clients of other tenants."""
 
     def document(self) -> Json:
         return {**vars(self), "plan": vars(self.plan)}
@@ -75,7 +94,8 @@ class Spec:
     def parse(cls, document: Json) -> Spec:
         plan = document["plan"]
         only = None if plan["only"] is None else tuple(plan["only"])
-        return cls(**{**document, "plan": Plan(**{**plan, "only": only}), "urls": tuple(document["urls"])})
+        lists = {name: tuple(document[name]) for name in ("urls", "others")}
+        return cls(**{**document, **lists, "plan": Plan(**{**plan, "only": only})})
 
 
 @dataclass(frozen=True)
@@ -84,6 +104,8 @@ class Told:
 
     status: int
     document: Json
+    tries: int = 1
+    """How often it was sent: of one that was sent twice the first may come late."""
 
     @property
     def ok(self) -> bool:
@@ -128,12 +150,13 @@ class Line:
         if document is not None:
             fields["Content-Type"] = "application/json"
         end = time.monotonic() + self._patience
-        pause = 0.02
+        pause, tries = 0.02, 0
         while True:
             told = self._try(method, path, body, fields, wait_s)
+            tries += 1
             later = told is None or told.status in (429, 503) or (told.status >= 500 and told.document.get("retryable"))
-            if not later:
-                return told
+            if told is not None and not later:
+                return replace(told, tries=tries)
             if time.monotonic() > end:
                 return None
             rest(pause)
@@ -167,6 +190,7 @@ class Client:
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._name = f"c{spec.client}"
+        self._tenant = spec.plan.tenant(spec.client)
         self._line = Line(spec.urls, spec.key)
         self._notes = Recorder(spec.history, self._name)
         self._guard = threading.Lock()
@@ -201,20 +225,24 @@ class Client:
                 self._stale(act)
             case "delete":
                 self._delete(act)
+            case "burst":
+                self._burst(act)
+            case "foreign":
+                self._foreign(act)
 
     # -- notes -------------------------------------------------------------------------------------------------------------
     def _ask(self, call: str, **facts: Any) -> str:
         with self._guard:
             self._ops += 1
             op = f"{self._name}.{self._act}.{self._ops}"
-        self._notes.note("invoke", op=op, call=call, **facts)
+        self._notes.note("invoke", op=op, call=call, tenant=self._tenant, **facts)
         return op
 
     def _tell(self, op: str, told: Told | None, **facts: Any) -> None:
         if told is None:
             self._notes.note("unknown", op=op)
         elif told.ok:
-            self._notes.note("return", op=op, ok=True, **facts)
+            self._notes.note("return", op=op, ok=True, tries=told.tries, **facts)
         else:
             self._notes.note("return", op=op, ok=False, **told.refusal)
 
@@ -240,7 +268,8 @@ class Client:
 
     def _create(self, slot: int) -> None:
         generation = self._generation.get(slot, 0)
-        key = f"{self._spec.plan.seed}-slot{slot}-{generation}"
+        # Tenants use the same keys, each for a sandbox of its own.
+        key = f"{self._spec.plan.seed}-slot{slot // self._spec.plan.tenants}-{generation}"
         document = {"runtime": self._spec.runtime, "memory": "64M", "disk": "32M", "ttl_s": TTL_S}
         op = self._ask("create", key=key)
         told = self._line.call("POST", "/v1/sandboxes", document, headers={"Idempotency-Key": key}, wait_s=30)
@@ -271,6 +300,11 @@ class Client:
         found = self._line.call("GET", f"/v1/sandboxes/{self._known[slot]}")
         if found is not None and (not found.ok or found.document["state"] in ENDED):
             self._over(slot)
+
+    def _awake(self, told: Told | None, sandbox: str) -> None:
+        """What a client that is gone has left paused goes on."""
+        if told is not None and not told.ok and told.code == "sandbox_paused":
+            self._resume(sandbox, None, None)
 
     def _delete(self, act: Act) -> None:
         sandbox = self._sandbox(act.slot)
@@ -316,6 +350,8 @@ class Client:
                     self._renew(act.slot, sandbox, fence, owner, act.ttl_s)
                 case "sleep":
                     rest(work.sleep_s)
+                case "pause":
+                    self._paused(act.slot, sandbox, fence, owner, work)
         self._end(act, sandbox, fence, owner)
 
     def _acquire(self, act: Act, sandbox: str, owner: str) -> str | None:
@@ -328,6 +364,7 @@ class Client:
         if told is None or not told.ok:
             self._tell(op, told)
             self._look(act.slot, told)
+            self._awake(told, sandbox)
             return None
         lease = told.document
         self._tell(op, told, sandbox=lease["sandbox_id"], fence=lease["lease"], ttl_ms=lease["ttl_ms"], owner=owner)
@@ -361,6 +398,8 @@ class Client:
         self._write(slot, sandbox, fence, owner)
         if renewed is None or renewed.ok:
             return  # it is theirs after all
+        if self._pause(sandbox, fence, owner):
+            self._resume(sandbox, fence, owner)
         op = self._ask("delete", sandbox=sandbox, fence=fence, owner=owner)
         told = self._line.call("DELETE", f"/v1/sandboxes/{sandbox}?wait=20", headers={"Corral-Lease": fence}, wait_s=20)
         self._tell(op, told)
@@ -375,19 +414,56 @@ class Client:
         self._look(slot, told)
         return told
 
-    def _exec(self, slot: int, sandbox: str, fence: str | None, owner: str, ticks: int) -> None:
+    def _exec(
+        self,
+        slot: int,
+        sandbox: str,
+        fence: str | None,
+        owner: str,
+        ticks: int,
+        between: Callable[[], None] | None = None,
+    ) -> None:
+        """`between`: what is done while it runs."""
         op = self._ask("exec", sandbox=sandbox, fence=fence, owner=owner)
         argv = ["python3", "-c", PROGRAM, op, fence or "-", str(ticks), self._spec.token]
         document = {"argv": argv, "env": {"CORRAL_OP": op}, "timeout_s": 30}
         headers = {"Idempotency-Key": op} | ({"Corral-Lease": fence} if fence is not None else {})
-        path = f"/v1/sandboxes/{sandbox}/execs?wait={WAIT_S:g}"
-        told = self._line.call("POST", path, document, headers=headers, wait_s=WAIT_S)
+        wait = WAIT_S if between is None else 0.0
+        path = f"/v1/sandboxes/{sandbox}/execs?wait={wait:g}"
+        told = self._line.call("POST", path, document, headers=headers, wait_s=wait)
+        if between is not None and told is not None and told.ok:
+            between()
         end = time.monotonic() + PATIENCE_S
         while told is not None and told.ok and told.document["result"] is None and time.monotonic() < end:
             path = f"/v1/execs/{told.document['id']}?wait={WAIT_S:g}"
             told = self._line.call("GET", path, wait_s=WAIT_S)
         self._tell(op, told, exec=_id_of(told), **_facts(told))
         self._look(slot, told)
+        self._awake(told, sandbox)
+
+    def _paused(self, slot: int, sandbox: str, fence: str | None, owner: str, work: Work) -> None:
+        """A program that is paused in its middle."""
+
+        def between() -> None:
+            if self._pause(sandbox, fence, owner):
+                rest(work.sleep_s)
+                self._resume(sandbox, fence, owner)
+
+        self._exec(slot, sandbox, fence, owner, work.ticks, between)
+
+    def _pause(self, sandbox: str, fence: str | None, owner: str | None) -> bool:
+        """Whether it may be paused now."""
+        return self._turn("pause", sandbox, fence, owner)
+
+    def _resume(self, sandbox: str, fence: str | None, owner: str | None) -> None:
+        self._turn("resume", sandbox, fence, owner)
+
+    def _turn(self, call: str, sandbox: str, fence: str | None, owner: str | None) -> bool:
+        op = self._ask(call, sandbox=sandbox, fence=fence, owner=owner)
+        headers = {} if fence is None else {"Corral-Lease": fence}
+        told = self._line.call("POST", f"/v1/sandboxes/{sandbox}/{call}", headers=headers, wait_s=WAIT_S)
+        self._tell(op, told)
+        return told is None or told.ok
 
     def _write(self, slot: int, sandbox: str, fence: str | None, owner: str) -> None:
         op = self._ask("write", sandbox=sandbox, fence=fence, owner=owner)
@@ -400,22 +476,52 @@ class Client:
     # -- runs --------------------------------------------------------------------------------------------------------------
     def _run(self, act: Act) -> None:
         name = f"{self._name}.{act.index}"
+        document = self._document(name, act.ticks, act.hook)
+        wait = WAIT_S if act.attached else 0
+        self._both(act.twice, lambda: self._submit(document, name, wait, act.cancel_after_s))
+
+    def _document(self, name: str, ticks: int, hook: str, priority: str | None = None) -> Json:
         document: Json = {
-            "command": ["python3", "-c", PROGRAM, name, "-", str(act.ticks), self._spec.token],
+            "command": ["python3", "-c", PROGRAM, name, "-", str(ticks), self._spec.token],
             "env": {"CORRAL_OP": name},
             "runtime": self._spec.runtime,
             "memory": "64M",
             "disk": "32M",
             "timeout_s": 30,
         }
-        wait = WAIT_S if act.attached else 0
-        self._both(act.twice, lambda: self._submit(document, name, wait, act.cancel_after_s))
+        if hook and self._spec.receiver is not None:
+            document["webhook"] = {"url": f"{self._spec.receiver}/{self._tenant}/{name}/{hook}"}
+            if hook == "own":
+                document["webhook"]["secret"] = secret_of(self._spec.plan.seed, name)
+        if priority is not None:
+            document["priority"] = priority
+        return document
+
+    def _burst(self, act: Act) -> None:
+        """More runs at once than there is room for; each is looked at until it has ended."""
+        runs: dict[str, str] = {}
+        for number, priority in enumerate(act.priorities):
+            name = f"{self._name}.{act.index}-{number}"
+            document = self._document(name, act.ticks, act.hook, priority)
+            op = self._ask("submit", key=name, of=name, priority=priority, hook=document.get("webhook") and act.hook)
+            told = self._line.call("POST", "/v1/runs?wait=0", document, headers={"Idempotency-Key": name})
+            self._tell(op, told, run=_id_of(told), of=name, **_run_facts(told))
+            if told is not None and told.ok:
+                runs[str(told.document["id"])] = name
+        end = time.monotonic() + PATIENCE_S
+        while runs and time.monotonic() < end and not self.stopping.is_set():
+            for run, name in list(runs.items()):
+                told = self._result(run, name, 0)
+                if told is None or not told.ok or told.document["result"] is not None:
+                    del runs[run]
+            rest(0.1)
 
     def _submit(self, document: Json, name: str, wait_s: float, cancel_after_s: float | None) -> None:
-        op = self._ask("submit", key=name, of=name)
+        hook = str(document["webhook"]["url"]).rpartition("/")[2] if "webhook" in document else None
+        op = self._ask("submit", key=name, of=name, hook=hook)
         path = f"/v1/runs?wait={wait_s:g}"
         told = self._line.call("POST", path, document, headers={"Idempotency-Key": name}, wait_s=wait_s)
-        self._tell(op, told, run=_id_of(told), of=name, state=_state(told), **_facts(told))
+        self._tell(op, told, run=_id_of(told), of=name, **_run_facts(told))
         if told is None or not told.ok:
             return
         run = told.document["id"]
@@ -423,17 +529,59 @@ class Client:
             rest(cancel_after_s)
             op = self._ask("cancel", run=run)
             self._tell(op, self._line.call("POST", f"/v1/runs/{run}/cancel?wait=0"))
+        self._result(run, name, 2)
+
+    def _result(self, run: str, name: str, wait_s: float) -> Told | None:
         op = self._ask("result", run=run, of=name)
-        told = self._line.call("GET", f"/v1/runs/{run}?wait=2", wait_s=2)
-        self._tell(op, told, run=run, of=name, state=_state(told), **_facts(told))
+        told = self._line.call("GET", f"/v1/runs/{run}?wait={wait_s:g}", wait_s=wait_s)
+        self._tell(op, told, run=run, of=name, **_run_facts(told))
+        return told
+
+    # -- other tenants -----------------------------------------------------------------------------------------------------
+    def _foreign(self, act: Act) -> None:
+        """What another tenant has, and what nobody has: the answers are the same."""
+        known = self._of_others()
+        for kind, routes in FOREIGN.items():
+            if not known[kind]:
+                continue
+            found = known[kind][int(act.dice * len(known[kind]))]
+            nobodys = found[:-8] + "0" * 8
+            for method, route, document in routes:
+                for whose, name in (("another", found), ("nobody", nobodys)):
+                    op = self._ask("foreign", route=f"{method} {route}", whose=whose, id=name)
+                    told = self._line.call(method, route.format(name), document)
+                    detail = None if told is None else str(told.document.get("detail")).replace(name, "ID")
+                    if told is None or told.ok:
+                        self._tell(op, told)
+                    else:
+                        self._notes.note("return", op=op, ok=False, code=told.code, detail=detail)
+
+    def _of_others(self) -> dict[str, list[str]]:
+        """Ids that clients of other tenants have been told, oldest first."""
+        found: dict[str, dict[str, None]] = {kind: {} for kind in FOREIGN}
+        for path in self._spec.others:
+            with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+                for event in read(file):
+                    for kind in FOREIGN if event.kind == "return" and event.get("ok") else ():
+                        if event.get(kind) is not None:
+                            found[kind][str(event[kind])] = None
+        return {kind: list(ids) for kind, ids in found.items()}
+
+
+def secret_of(seed: int, name: str) -> str:
+    """What a run's webhook is signed with, if not by its tenant's secret."""
+    return "whsec_" + base64.b64encode(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:24]).decode()
 
 
 def _id_of(told: Told | None) -> str | None:
     return str(told.document["id"]) if told is not None and told.ok else None
 
 
-def _state(told: Told | None) -> str | None:
-    return str(told.document["state"]) if told is not None and told.ok else None
+def _run_facts(told: Told | None) -> Json:
+    """`waits`: it is in the queue."""
+    if told is None or not told.ok:
+        return {}
+    return {"state": told.document["state"], "waits": told.document["queue"] is not None, **_facts(told)}
 
 
 def _facts(told: Told | None) -> Json:

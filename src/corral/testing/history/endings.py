@@ -45,12 +45,12 @@ def _outcome(event: Event) -> tuple[object, ...]:
 
 
 def one_per_key(history: History) -> Iterator[Violation]:
-    by_key: dict[tuple[str, str], list[Call]] = defaultdict(list)
+    by_key: dict[tuple[str, str, object], list[Call]] = defaultdict(list)
     for call in history.calls:
         if call.asked.get("key") is not None and call.name in ("create", "submit", "exec"):
-            by_key[call.name, str(call.asked["key"])].append(call)
+            by_key[call.name, str(call.asked["key"]), call.asked.get("tenant")].append(call)
     made = {"create": "sandbox", "submit": "run", "exec": "exec"}
-    for (name, key), calls in by_key.items():
+    for (name, key, _), calls in by_key.items():
         history.examined["one-per-key"] += 1
         kept: dict[str, Call] = {}
         for call in (call for call in calls if call.ok):

@@ -7,6 +7,7 @@
 | `create` `floor` `fenced` `start` `end` `destroy` `destroyed` | node | what it accepted: `instance`, `sandbox`, `exec`, `fence`, `mode` |
 | `line` | guest | what a program wrote inside: `sandbox`, `op`, `fence`, `what` (begin, tick, end) |
 | `fault` | nemesis | `what`; of a restored database `copied_at` and `until` |
+| `hook` | receiver | what a webhook told: `of` (the client's name for the run), `run`, its result, `delivery`, `signed` |
 | `run` `sandbox` `quota` `left` | final | what is there when all is quiet again |
 
 `floor` is noted before a fence is journalled, `fenced` after the guest acknowledged it: from then on nothing older acts. `start` is

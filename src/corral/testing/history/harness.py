@@ -28,6 +28,7 @@ from corral.testing.history.installation import Installation
 from corral.testing.history.nemesis import Nemesis, jump_of, write_clock
 from corral.testing.history.plan import Plan
 from corral.testing.history.proxy import Proxy
+from corral.testing.history.receiver import Receiver, own_address
 
 Progress = Callable[[str], None]
 LEAVE_S = 90.0
@@ -74,8 +75,16 @@ class Report:
 class Clients:
     """Processes by name; one that died is replaced by one that goes on with the next act."""
 
-    def __init__(self, plan: Plan, installation: Installation, directory: Path, urls: list[tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        installation: Installation,
+        directory: Path,
+        urls: list[tuple[str, ...]],
+        receiver: str | None = None,
+    ) -> None:
         self._plan = plan
+        self._receiver = receiver
         self._it = installation
         self._directory = directory
         self._urls = urls
@@ -102,11 +111,17 @@ class Clients:
             client,
             first,
             self._urls[client],
-            self._it.key,
+            self._it.keys[self._plan.tenant(client)],
             str(self.history(client)),
             runtime="bubblewrap",
             token=self._it.token,
             leases=self._leases,
+            receiver=self._receiver,
+            others=tuple(
+                str(self.history(other))
+                for other in range(self._plan.clients)
+                if self._plan.tenant(other) != self._plan.tenant(client)
+            ),
         )
         path = self._directory / f"client{client}.json"
         path.write_text(json.dumps(spec.document()))
@@ -203,10 +218,14 @@ def run(
     installation = Installation(directory, replicas if plan.kind == "postgres" else 0, spoil)
     proxies: list[Proxy] = []
     report: Report | None = None
+    address = own_address()
+    notes = Recorder(directory / "receiver.jsonl", "receiver")
+    receiver = None if address is None else Receiver(address, plan.seed, notes)
+    installation.write_policy(None if receiver is None else (receiver.address, receiver.port))
     try:
         if prepare is not None:
             prepare(installation.state)
-        progress("starting the installation")
+        progress("starting the installation" if receiver is not None else "no address of this host for webhooks: none")
         installation.start()
         installation.wait_ready()
         proxies = [Proxy(installation.port, plan.seed * 10 + number) for number in range(2)]
@@ -217,7 +236,11 @@ def run(
             (direct,) if n % 3 == 2 else (ways[n % 2], ways[1 - n % 2]) for n in range(plan.clients)
         ]
         quiet.warm(installation, progress)
-        report = _chaos(plan, installation, directory, proxies, urls, progress, began, door)
+        for number, secret in enumerate(installation.make_tenants(plan.tenants)):
+            if receiver is not None:
+                receiver.secrets[str(number)] = secret
+        clients = Clients(plan, installation, directory, urls, None if receiver is None else receiver.url)
+        report = _chaos(plan, installation, directory, proxies, clients, progress, began, door)
         return report
     finally:
         for proxy in proxies:
@@ -225,6 +248,8 @@ def run(
         if report is None:
             quiet.abandon(installation)
         installation.close()
+        if receiver is not None:
+            receiver.close()
         if report is not None and report.ok and not keep:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -234,12 +259,11 @@ def _chaos(
     installation: Installation,
     directory: Path,
     proxies: list[Proxy],
-    urls: list[tuple[str, ...]],
+    clients: Clients,
     progress: Progress,
     began: float,
     door: quiet.Door | None,
 ) -> Report:
-    clients = Clients(plan, installation, directory, urls)
     nemesis = Nemesis(installation, proxies, clients, Recorder(directory / "nemesis.jsonl", "nemesis"), progress)
     beginning = time.monotonic()
     try:
@@ -259,7 +283,7 @@ def _chaos(
     installation.wait_ready()
     known = history(directory)
     final = Recorder(directory / "final.jsonl", "final")
-    straight = quiet.collect(installation, known, final, progress, door)
+    straight = quiet.collect(installation, plan, known, final, progress, door)
     events = history(directory)
     verdict = check(events)
     told = _told(events)

@@ -17,11 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from corral import config
 from corral.errors import CorralError
 from corral.linux import process
 from corral.testing.history.servers import Postgres, Redis, until
 
 START_S = 120.0
+RUNNING = 3
+"""Runs at once, of all tenants."""
 COPY = "older"
 """Name of the older copy of the database."""
 
@@ -39,6 +42,9 @@ class Installation:
         self.witness = directory / "witness.jsonl"
         self.log = directory / "serve.log"
         self.key = secrets.token_urlsafe(24)
+        self.keys: list[str] = []
+        """Of the tenants, once they are made."""
+        self.policy = directory / "policy.json"
         self.token = directory.name
         """On the command line of every program that runs inside."""
         self.port = 0
@@ -64,6 +70,34 @@ class Installation:
             self.redis.start()
         self.start_server()
 
+    def write_policy(self, receiver: tuple[str, int] | None) -> None:
+        """The shipped one, with little room for runs, so that some wait, and with a receiver of webhooks on this very host."""
+        policy = dict(config.data_document(config.data_file("policy/default.yaml"), str(self.state)))
+        policy["capacity"] = {**policy["capacity"], "running": RUNNING}
+        policy["isolation"] = {**policy["isolation"], "require_enforced": []}  # also where limits are only watched
+        if receiver is not None:
+            policy["webhooks"] = {"http": True, "ports": [receiver[1]], "private": [f"{receiver[0]}/32"]}
+        self.policy.write_text(json.dumps(policy))
+
+    def make_tenants(self, count: int) -> list[str]:
+        """Each with a key of its own; -> what their webhooks are signed with."""
+        found = []
+        for number in range(count):
+            name = f"chaos-{number}"
+            self._made("/v1/tenants", {"id": name})
+            self.keys.append(self._made("/v1/keys", {"tenant": name, "scopes": ["run", "tenant"]})["key"])
+            status, told = self.call("GET", "/v1/webhooks/secret", key=self.keys[-1])
+            if status != 200:
+                raise CorralError("infra_error", f"GET /v1/webhooks/secret: {told}", retryable=False)
+            found.append(str(told["secret"]))
+        return found
+
+    def _made(self, path: str, document: Any) -> Any:
+        status, told = self.call("POST", path, document)
+        if status != 201:
+            raise CorralError("infra_error", f"POST {path}: {told}", retryable=False)
+        return told
+
     def start_server(self) -> None:
         """`corral serve`, on the same port every time."""
         if not self.port:
@@ -77,6 +111,7 @@ class Installation:
             "CORRAL_STATE_DIR": str(self.state),
             "CORRAL_ADMIN_KEY": self.key,
             "CORRAL_WITNESS": str(self.witness),
+            "CORRAL_POLICY": str(self.policy),
         }
         words = ["serve", "--port", str(self.port)]
         if self.postgres is not None and self.redis is not None:
@@ -130,12 +165,12 @@ class Installation:
             detail = f"{error.detail}; it says {self.readiness()}; its log ends: {self.said()}"
             raise CorralError("infra_error", detail, retryable=False) from error
 
-    def call(self, method: str, path: str, document: Any = None) -> tuple[int, Any]:
+    def call(self, method: str, path: str, document: Any = None, key: str | None = None) -> tuple[int, Any]:
         """One request, not repeated."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             body = None if document is None else json.dumps(document)
-            connection.request(method, path, body, {"Authorization": f"Bearer {self.key}"})
+            connection.request(method, path, body, {"Authorization": f"Bearer {key or self.key}"})
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read())
         finally:

@@ -5,7 +5,7 @@ The same seed gives the same plan. How the two meet is up to the machine; that i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from random import Random
@@ -42,6 +42,9 @@ WHAT = {
     "slow": "what clients send and get takes long",
     "swallow": "connections of clients stand, and nothing passes",
 }
+PRIORITIES = ("high", "normal", "low")
+_ACTS = {"lease": 48, "run": 20, "stale": 14, "create": 5, "delete": 3, "burst": 4, "foreign": 6}
+"""How often, by weight."""
 WORKER_TTL_S = 6.0
 """A replica that says nothing for so long is dead to the others."""
 
@@ -61,9 +64,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Work:
-    """One call under a lease: exec (of `ticks` tenths of a second), write, renew, or a pause of `sleep_s`."""
+    """One call under a lease: exec (of `ticks` tenths of a second), write, renew, nothing for `sleep_s`, or a program of `ticks` that
+    is paused for `sleep_s` in its middle."""
 
-    what: Literal["exec", "write", "renew", "sleep"]
+    what: Literal["exec", "write", "renew", "sleep", "pause"]
     ticks: int = 0
     sleep_s: float = 0.0
 
@@ -75,10 +79,11 @@ class Act:
     `lease`: acquire a slot's sandbox, work, and end by `ending`: release, forget (it expires), oversleep (go on with it after it
     expired), crash (the client kills itself). `run`: submit a run, `twice` at once under one key, wait or not, cancel or not.
     `stale`: use the fence of an earlier act. `create`: make a slot's sandbox `twice` at once. `delete`: end a slot's sandbox.
+    `burst`: one run for each of `priorities`, then wait for all. `foreign`: use what is another tenant's; `dice` chooses what.
     """
 
     index: int
-    what: Literal["lease", "run", "stale", "create", "delete"]
+    what: Literal["lease", "run", "stale", "create", "delete", "burst", "foreign"]
     slot: int = 0
     ttl_s: float = 0.0
     contention: str = "fail"
@@ -89,6 +94,10 @@ class Act:
     twice: bool = False
     attached: bool = False
     cancel_after_s: float | None = None
+    hook: str = ""
+    """Who is told of the run's end, and by which secret it is signed: `own` (of the request), `tenant`, or nobody."""
+    priorities: tuple[str, ...] = ()
+    dice: float = 0.0
 
     def __str__(self) -> str:
         match self.what:
@@ -99,25 +108,35 @@ class Act:
             case "run":
                 more = "twice, " if self.twice else ""
                 cancel = "" if self.cancel_after_s is None else f", cancelled after {self.cancel_after_s:.2f} s"
+                cancel += f", a webhook with the secret of the {self.hook}" if self.hook else ""
                 return f"{self.index}: run, {more}{self.ticks} ticks, {'waits' if self.attached else 'asks'}{cancel}"
+            case "burst":
+                return f"{self.index}: runs of {self.ticks} ticks at once: {' '.join(self.priorities)}"
+            case "foreign":
+                return f"{self.index}: calls with what is another tenant's, {self.dice:.3f}"
             case _:
                 return f"{self.index}: {self.what} of slot {self.slot}{', twice' if self.twice else ''}"
 
 
-def acts(seed: int, client: int, slots: int) -> Iterator[Act]:
-    """What one client does, without end."""
+def acts(seed: int, client: int, slots: Sequence[int]) -> Iterator[Act]:
+    """What one client does, without end. `slots`: those of its tenant."""
     dice = Random(f"{seed}/client/{client}")
     for index in count():
-        slot = dice.randrange(slots)
-        what = dice.choices(["lease", "run", "stale", "create", "delete"], [52, 22, 18, 5, 3])[0]
+        slot = dice.choice(slots)
+        what = dice.choices([*_ACTS], [*_ACTS.values()])[0]
         match what:
             case "lease":
                 yield _lease(dice, index, slot)
             case "run":
                 cancel = round(dice.uniform(0, 1), 3) if dice.random() < 0.15 else None
                 attached, twice = dice.random() < 0.5, dice.random() < 0.3
-                ticks = dice.choice([0, 0, 2, 8])
-                yield Act(index, "run", ticks=ticks, twice=twice, attached=attached, cancel_after_s=cancel)
+                ticks, hook = dice.choice([0, 0, 2, 8]), dice.choice(["", "", "own", "tenant"])
+                yield Act(index, "run", ticks=ticks, twice=twice, attached=attached, cancel_after_s=cancel, hook=hook)
+            case "burst":
+                names = tuple(dice.choice(PRIORITIES) for _ in range(dice.randint(4, 6)))
+                yield Act(index, "burst", ticks=dice.choice([1, 4]), priorities=names, hook=dice.choice(["", "own"]))
+            case "foreign":
+                yield Act(index, "foreign", dice=round(dice.random(), 6))
             case "create":
                 yield Act(index, "create", slot, twice=True)
             case "stale":
@@ -129,7 +148,9 @@ def acts(seed: int, client: int, slots: int) -> Iterator[Act]:
 def _lease(dice: Random, index: int, slot: int) -> Act:
     work = []
     for _ in range(dice.randint(0, 4)):
-        match dice.choices(["exec", "write", "renew", "sleep"], [5, 3, 3, 2])[0]:
+        match dice.choices(["exec", "write", "renew", "sleep", "pause"], [5, 3, 3, 2, 2])[0]:
+            case "pause":
+                work.append(Work("pause", ticks=dice.choice([2, 6]), sleep_s=round(dice.uniform(0.2, 1.5), 3)))
             case "exec":
                 work.append(Work("exec", ticks=dice.choice([0, 0, 1, 3, 12])))
             case "write":
@@ -160,6 +181,17 @@ class Plan:
     clients: int = 4
     slots: int = 3
     only: tuple[str, ...] | None = None
+    tenants: int = 2
+    """Clients belong to them in turn, slots too."""
+
+    def tenant(self, client: int) -> int:
+        """Whose a client is."""
+        return client % self.tenants
+
+    def slots_of(self, client: int) -> list[int]:
+        """The slots of its tenant, at least one."""
+        mine = self.tenant(client)
+        return list(range(mine, self.slots, self.tenants)) or [mine]
 
     def faults(self) -> list[Fault]:
         """In the order of time, none while another that stops something for all is under way."""
@@ -181,12 +213,13 @@ class Plan:
         return found
 
     def acts(self, client: int) -> Iterator[Act]:
-        return acts(self.seed, client, self.slots)
+        return acts(self.seed, client, self.slots_of(client))
 
     def text(self, first: int = 8) -> str:
         """For people: all faults, and how the clients begin."""
         lines = [
-            f"seed {self.seed}: {self.kind}, {self.clients} clients on {self.slots} sandboxes for {self.seconds:.0f} s"
+            f"seed {self.seed}: {self.kind}, {self.clients} clients of {self.tenants} tenants on {self.slots} sandboxes"
+            f" for {self.seconds:.0f} s"
         ]
         lines += [str(fault) for fault in self.faults()]
         for client in range(self.clients):

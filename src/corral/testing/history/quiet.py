@@ -26,6 +26,7 @@ from corral.testing.history.client import ENDED, HISTORY, Line, result_facts
 from corral.testing.history.endings import forgotten
 from corral.testing.history.events import Event, Fence, Recorder
 from corral.testing.history.installation import Installation
+from corral.testing.history.plan import Plan
 
 Door = Callable[[str], Node]
 """The node that serves a socket."""
@@ -47,6 +48,7 @@ def warm(installation: Installation, progress: Callable[[str], None]) -> None:
 
 def collect(
     installation: Installation,
+    plan: Plan,
     events: list[Event],
     final: Recorder,
     progress: Callable[[str], None],
@@ -54,18 +56,26 @@ def collect(
 ) -> dict[str, int]:
     """Note everything; -> what became of old fences that were sent straight to guests, and to the node by its `door`."""
     line = Line((installation.url,), installation.key, 60.0)
-    _runs(line, events, final)
+    lines = [Line((installation.url,), key, 60.0) for key in installation.keys]
+    theirs = [[event for event in events if _tenant_of(event, plan) == number] for number in range(plan.tenants)]
+    for mine, told in zip(lines, theirs, strict=True):
+        _runs(mine, told, final)
     progress("what sandboxes hold")
-    living = _sandboxes(line, events, final)
+    living: dict[str, str] = {}
+    for mine, told in zip(lines, theirs, strict=True):
+        living |= _sandboxes(mine, told, final)
     straight = Straight(installation.state, door)
     asyncio.run(straight.try_all(_old_fences(events), living))
     for text in straight.done:
         final.note("left", what="an old fence was obeyed", text=text)
-    _quota(line, final, "while sandboxes live")
+    everybody = {"default": line, **{f"chaos-{number}": mine for number, mine in enumerate(lines)}}
+    for name, mine in everybody.items():
+        _quota(mine, line, final, name, "while sandboxes live")
     progress("removing all")
-    for sandbox in _pages(line, "/v1/sandboxes"):
-        line.call("DELETE", f"/v1/sandboxes/{sandbox['id']}?wait=30", wait_s=30)
-    _quota(line, final, "at the end")
+    for mine in lines:
+        _remove(mine)
+    for name, mine in everybody.items():
+        _quota(mine, line, final, name, "at the end")
     _left(installation, line, final, forgotten(History(events)))
     return dict(straight.counts)
 
@@ -76,9 +86,19 @@ def abandon(installation: Installation) -> None:
         if installation.server is None or installation.server.poll() is not None:
             installation.start_server()
         installation.wait_ready(30.0)
-        line = Line((installation.url,), installation.key, 30.0)
-        for sandbox in _pages(line, "/v1/sandboxes"):
-            line.call("DELETE", f"/v1/sandboxes/{sandbox['id']}?wait=20", wait_s=20)
+        for key in (installation.key, *installation.keys):
+            _remove(Line((installation.url,), key, 30.0))
+
+
+def _remove(line: Line) -> None:
+    for sandbox in _pages(line, "/v1/sandboxes"):
+        line.call("DELETE", f"/v1/sandboxes/{sandbox['id']}?wait=30", wait_s=30)
+
+
+def _tenant_of(event: Event, plan: Plan) -> int | None:
+    """Of what a client noted."""
+    number = event.by.removeprefix("c")
+    return plan.tenant(int(number)) if number.isdigit() else None
 
 
 def _pages(line: Line, path: str) -> Iterable[dict[str, Any]]:
@@ -101,15 +121,22 @@ def _runs(line: Line, events: list[Event], final: Recorder) -> None:
     for run in known:
         while True:
             told = line.call("GET", f"/v1/runs/{run}?wait=5", wait_s=5)
-            finished = told is not None and told.ok and told.document["result"] is not None
-            if finished or told is None or not told.ok or time.monotonic() > end:
+            if told is None or not told.ok or _over(told.document) or time.monotonic() > end:
                 break
+            if told.document["result"] is not None:
+                time.sleep(0.2)  # its end is still to be told
         if told is None or not told.ok:
             continue  # it is not there: the checker knows who was told of it
         facts = {} if told.document["result"] is None else result_facts(told.document["result"])
         name = of.get(run) or _named(facts.get("out"))
         if name is not None:  # the first sandbox's is nobody's
             final.note("run", run=run, of=name, state=told.document["state"], **facts)
+
+
+def _over(document: dict[str, Any]) -> bool:
+    """It has ended, and its webhook was tried with success, or never will be."""
+    hook = document["webhook"]
+    return document["result"] is not None and (hook is None or hook["state"] in ("delivered", "failed"))
 
 
 def _named(out: str | None) -> str | None:
@@ -128,6 +155,9 @@ def _sandboxes(line: Line, events: list[Event], final: Recorder) -> dict[str, st
         final.note("sandbox", sandbox=sandbox, state=told.document["state"])
         if told.document["state"] in ENDED:
             continue
+        if told.document["state"] in ("pausing", "paused"):  # its client went away
+            final.note("invoke", op=f"final.{sandbox}", call="resume", sandbox=sandbox)
+            line.call("POST", f"/v1/sandboxes/{sandbox}/resume", wait_s=30)
         if told.document.get("instance") is not None:
             living[sandbox] = str(told.document["instance"]["id"])
         read = line.call("GET", f"/v1/sandboxes/{sandbox}/files?path={quote(HISTORY, safe='')}")
@@ -219,11 +249,11 @@ class Straight:
                 self.done.append(f"{whom}: {name} with {old}")
 
 
-def _quota(line: Line, final: Recorder, when: str) -> None:
-    """What is reserved against what lives. What just ended may take its moment; what is then not right is noted so."""
+def _quota(line: Line, admin: Line, final: Recorder, tenant: str, when: str) -> None:
+    """What is reserved of a tenant against what lives of it. What just ended may take its moment; what is then not right is noted so."""
     end = time.monotonic() + SETTLED_S
     while True:
-        queue, doctor = line.call("GET", "/v1/queue"), line.call("GET", "/v1/doctor")
+        queue, doctor = line.call("GET", "/v1/queue"), admin.call("GET", "/v1/doctor")
         if queue is None or not queue.ok or doctor is None or not doctor.ok:
             raise CorralError("infra_error", f"GET /v1/queue: {queue}; GET /v1/doctor: {doctor}")
         live = list(_pages(line, "/v1/sandboxes"))
@@ -239,8 +269,8 @@ def _quota(line: Line, final: Recorder, when: str) -> None:
             break
         time.sleep(0.2)
     for name, count in used.items():
-        final.note("quota", tenant="default", of=f"{name} {when}", reserved=reserved[name], used=count)
-    final.note("quota", tenant="default", of=f"drift {when}", reserved=json.dumps(drift), used="[]")
+        final.note("quota", tenant=tenant, of=f"{name} {when}", reserved=reserved[name], used=count)
+    final.note("quota", tenant=tenant, of=f"drift {when}", reserved=json.dumps(drift), used="[]")
 
 
 def _instance_in(text: str) -> str | None:
