@@ -22,7 +22,6 @@ CONNECT_S = 5.0
 ANSWER_S = 15.0
 MAX_HEAD = 16 * 1024
 """Of an answer, interim ones included."""
-_Found = tuple[int, int, int, str, tuple[Any, ...]]
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5][0-9][0-9])(?: |\r|\n)")
 
 
@@ -44,12 +43,12 @@ class HttpSender:
         addresses = (normal(ip_address(str(address[0]))) for *_, address in found)
         return list(dict.fromkeys(addresses))
 
-    def _looked_up(self, host: str, port: int) -> asyncio.Future[list[_Found]]:
+    def _looked_up(self, host: str, port: int) -> asyncio.Future[list[Any]]:
         """By a thread of its own: a look-up cannot be ended, and somebody's slow name servers must not take the threads that all share."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[_Found]] = loop.create_future()
+        answer: asyncio.Future[list[Any]] = loop.create_future()
 
-        def tell(found: list[_Found] | None, error: Exception | None) -> None:
+        def tell(found: list[Any] | None, error: Exception | None) -> None:
             if answer.done():
                 return  # nobody waits any more
             if error is not None:
