@@ -216,6 +216,38 @@ def test_a_stream_goes_on_by_its_cursor_over_killed_and_restarted_replicas(serve
         assert running.refresh().result.stdout.bytes == len(EXPECTED)
 
 
+def test_whoever_waits_or_follows_goes_on_over_a_rolling_restart(server: Replicas) -> None:
+    program = "echo begun; while [ ! -e go ]; do sleep 0.1; done; echo 你好; exit 5"
+    with server.client() as client:
+        sandbox = client.sandboxes.create(runtime="bubblewrap")
+        running = sandbox.start(["sh", "-c", program], timeout=200)
+        events: list[Any] = []
+        results: list[Any] = []
+
+        def follow() -> None:
+            events.extend((event.kind, event.offset, event.data) for event in running.events())
+
+        def wait() -> None:
+            with server.client() as other:
+                results.append(other.sandboxes.get(sandbox.id).exec(["sh", "-c", program], timeout_s=200))
+
+        threads = [threading.Thread(target=follow), threading.Thread(target=wait)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(client.request("GET", f"/v1/sandboxes/{sandbox.id}/execs")["items"]) == 2)
+        until(lambda: b"begun\n" in [event.data for event in [next_output(running)]])
+        server.restart_all()
+        assert results == []
+        sandbox.files.write("go", b"")
+        for thread in threads:
+            thread.join(120)
+        output = [event for event in events if event[0] == "stdout"]
+        assert b"".join(data for _, _, data in output) == "begun\n你好\n".encode()
+        assert [offset for _, offset, _ in output] == [0, 6]
+        assert [event[0] for event in events if event[0] != "stdout"] == ["started", "ended"]
+        assert [(each.exit_code, each.stdout.text) for each in results] == [(5, "begun\n你好\n")]
+
+
 def test_a_kept_connection_is_closed_politely_by_a_replica_that_leaves(make: Make) -> None:
     server = make(1).start().ready()
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)

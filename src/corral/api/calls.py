@@ -184,14 +184,15 @@ def choice_of(request: Request, name: str, choices: tuple[str, ...], default: st
 async def until_stop(services: Services, source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEvent]:
     """The same events; when the service stops, the client is sent to the next owner at once."""
     core = services.core
-    stopping = asyncio.ensure_future(core.stopping.wait())
+    departing = asyncio.ensure_future(core.departing.wait())
     pending: asyncio.Future[StreamEvent | None] | None = None
     try:
         while True:
+            core.check_staying()
             pending = asyncio.ensure_future(anext(source, None))
-            await asyncio.wait({pending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({pending, departing}, return_when=asyncio.FIRST_COMPLETED)
             if not pending.done():
-                core.check_open()
+                core.check_staying()
             event = await pending
             if event is None:
                 core.check_open()
@@ -202,7 +203,7 @@ async def until_stop(services: Services, source: AsyncIterator[StreamEvent]) -> 
     except CorralError as error:
         raise core.as_seen(error) from error
     finally:
-        stopping.cancel()
+        departing.cancel()
         if pending is not None:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 
 import click
 
@@ -33,7 +34,8 @@ def command(interrupts: Interrupts, ident: str, stream: str | None, follow: bool
         elif follow and stream is None:
             Following(transport, interrupts, kind, ident).pass_through()
         elif follow:
-            _follow(transport, path, str(stream))
+            for block in _follow(transport, path, str(stream)):
+                terminal.write(1, block)
         else:
             for name in STREAMS if stream is None else (stream,):
                 descriptor = 2 if stream is None and name == "stderr" else 1
@@ -41,18 +43,19 @@ def command(interrupts: Interrupts, ident: str, stream: str | None, follow: bool
                     terminal.write(descriptor, block)
 
 
-def _follow(transport: Transport, path: str, stream: str) -> None:
-    """By events, as a stream goes on where another owner of the state directory takes over; a download does not."""
+def _follow(transport: Transport, path: str, stream: str) -> Iterator[bytes]:
+    """By events, as a stream goes on where another owner or replica takes over; a download does not."""
     for event in transport.stream(f"{path}/stream"):
         if event.kind == stream:
-            terminal.write(1, event.data)
+            yield event.data
         elif event.kind == "gap" and event.doc is not None and event.doc.get("stream") == stream:
             detail = f"{event.doc.get('bytes')} bytes of {stream} were not kept long enough to be passed on"
             raise CorralError("cursor_gone", detail, hint="read what is kept with corral logs, without --follow")
 
 
 def _whole(transport: Transport, path: str, stream: str, follow: bool) -> words.Json:
-    data = b"".join(transport.download(f"{path}/logs", {"stream": stream, "follow": follow}))
+    blocks = _follow(transport, path, stream) if follow else transport.download(f"{path}/logs", {"stream": stream})
+    data = b"".join(blocks)
     text = data.decode("utf-8", "replace")
     exact = text.encode() == data
     return {"bytes": len(data), "text": text, "base64": None if exact else base64.b64encode(data).decode("ascii")}

@@ -151,15 +151,18 @@ class Replica(bootstrap.Owner):
 
     # -- stop --------------------------------------------------------------------------------------------------------------
     async def _drain(self, seconds: float) -> None:
-        """Accept nothing more, and let each connection have its answer: who is idle for long is let go by the server's own clock."""
+        """Accept nothing more, and let each connection have its answer: who is idle for long is let go by the server's own clock.
+
+        Whoever waits or follows a stream goes on at another replica; only what is at work, and transfers, take the time.
+        """
         self._hand_on = True
-        if self._services is not None:
-            self._services.core.draining = True
         for server, _ in self._servers:
             for listening in getattr(server, "servers", ()):
                 listening.close()
         for front in self._front_of.values():
             front.leaving = True
+        if self._services is not None:
+            self._services.core.leave()  # now that whoever comes again finds another
         until = self._loop.time() + seconds
         while self._loop.time() < until and any(self._connections()):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(LOOK_S)

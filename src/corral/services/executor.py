@@ -207,7 +207,7 @@ class Executor:
                 run = known or woken.look() or await self.get(caller, run_id)
                 known = None
                 left = until - asyncio.get_running_loop().time()
-                if run.state == "finished" or left <= 0:
+                if run.state == "finished" or left <= 0 or self._core.leaving:
                     return run
                 self._core.check_open()
                 await woken.wait(left)

@@ -181,6 +181,7 @@ class Leases:
                 try:
                     if choice.kind != "expire":
                         return await self._take(view, choice, asker, wish, digest)
+                        core.check_staying()
                     await self.expire(view)
                 except CorralError as error:
                     races += 1

@@ -419,7 +419,7 @@ class Sandboxes:
                 record = known or woken.look() or await self.get_exec(caller, exec_id)
                 known = None
                 left = until - asyncio.get_running_loop().time()
-                if record.state not in OPEN_EXEC or left <= 0:
+                if record.state not in OPEN_EXEC or left <= 0 or self._core.leaving:
                     return record
                 self._core.check_open()
                 await woken.wait(left)

@@ -119,7 +119,7 @@ class Templates:
     async def _wait(self, build: _Build | None, wait_s: float) -> None:
         if build is None or build.task is None or not build.running or wait_s <= 0:
             return
-        stopping = asyncio.ensure_future(self._core.stopping.wait())
+        stopping = asyncio.ensure_future(self._core.departing.wait())
         try:
             await asyncio.wait({build.task, stopping}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
