@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Iterator
 
 import pytest
 
 from corral.adapters.coordination.inprocess import InProcess
-from corral.adapters.coordination.redis import RedisCoordination
+from corral.adapters.coordination.redis import AT_ONCE, RedisCoordination
 from corral.adapters.coordination.windows import Windows
 from corral.errors import CorralError
 from corral.testing.coordination import Place, until
@@ -77,10 +78,80 @@ async def test_a_counter_that_is_no_number_is_counted_alone(server: RedisServer)
         await one.close()
 
 
-def test_a_url_that_is_none_is_refused_without_being_shown() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://:secret@host",
+        "redis://:secret/x@host:6379/0",
+        "redis://:secret#x@host:6379/0",
+        "redis://:12/secret@host:6379/0",
+        "redis://:12?secret@host:6379/0",
+    ],
+)
+def test_a_url_that_is_none_is_refused_without_being_shown(url: str) -> None:
     with pytest.raises(CorralError) as refused:
-        RedisCoordination("http://:secret@host")
+        RedisCoordination(url)
     assert refused.value.code == "invalid_value" and "secret" not in f"{refused.value} {refused.value.hint}"
+    assert "secret" not in "".join(traceback.format_exception(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("refuse", "why"),
+    [(("ACL", "SETUSER", "default", "-eval"), "NoPermission"), (("CONFIG", "SET", "maxmemory", "1"), "OutOfMemory")],
+)
+async def test_a_server_that_refuses_to_count_still_wakes(
+    server: RedisServer, refuse: tuple[str, ...], why: str
+) -> None:
+    logged: list[str] = []
+    heard: list[str] = []
+    one, two = RedisCoordination(server.url, "one", logged.append), RedisCoordination(server.url, "one")
+    await two.open(heard.append, lambda: None)
+    await one.open(lambda key: None, lambda: None)
+    try:
+        assert (await one.count("k", 1, 10, 60_000)).allowed
+        assert server.command(*refuse).startswith(b"+OK")
+        answers = [await one.count("k", 1, 2, 60_000) for _ in range(3)]
+        assert [each.allowed for each in answers] == [True, True, False], "counted here alone"
+        for number in range(5):  # over several of its looks
+            one.ring([f"key{number}"])
+            await until(lambda n=number: f"key{n}" in heard)
+            await asyncio.sleep(0.5)
+        assert one.healthy and len(logged) == 1 and why in logged[0]
+    finally:
+        await one.close()
+        await two.close()
+
+
+async def test_a_server_that_becomes_a_replica_is_not_healthy_until_it_leads_again(server: RedisServer) -> None:
+    logged: list[str] = []
+    one = RedisCoordination(server.url, "one", logged.append)
+    await one.open(lambda key: None, lambda: None)
+    try:
+        await until(lambda: one.healthy)
+        server.command("REPLICAOF", "127.0.0.1", "1")
+        await until(lambda: not one.healthy)
+        for _ in range(20):
+            assert (await one.count("k", 1, 100, 60_000)).allowed and not one.healthy
+            await asyncio.sleep(0.1)
+        assert len(logged) == 1, "told once, however often it is tried"
+        server.command("REPLICAOF", "NO", "ONE")
+        await until(lambda: one.healthy)
+    finally:
+        await one.close()
+
+
+async def test_a_count_whose_turn_does_not_come_breaks_nothing(server: RedisServer) -> None:
+    logged: list[str] = []
+    one = RedisCoordination(server.url, "one", logged.append)
+    await one.open(lambda key: None, lambda: None)
+    try:
+        await until(lambda: one.healthy)
+        for _ in range(AT_ONCE):  # as by so many callers before
+            await one._turns.acquire()
+        assert (await one.count("k", 1, 1, 60_000)).allowed
+        assert not one._broken.is_set() and one.healthy and logged == []
+    finally:
+        await one.close()
 
 
 async def test_a_wrong_password_is_logged_without_being_shown(server: RedisServer) -> None:

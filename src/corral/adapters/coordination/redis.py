@@ -2,7 +2,9 @@
 
 One task holds the connection. It listens, sends what is to be rung in batches, and each second sends a word to itself: only when that
 comes back through publish and subscribe is the way to the others known to be open. Whatever breaks it (an end, a restart, a server
-that hangs) leads to the same: not healthy, counters of this worker alone, a new connection after a pause that grows.
+that hangs, one that has become a replica, whose words stay with it) leads to the same: not healthy, counters of this worker alone, a
+new connection after a pause that grows. A server that answers and refuses to count (rights, memory, a stranger's key) breaks nothing:
+that count is this worker's alone, which is told once.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from corral.errors import CorralError
 from corral.ports.coordination import MAX_KEY, PATIENCE_S, Counted
@@ -53,13 +56,9 @@ class RedisCoordination:
     alone = False
 
     def __init__(self, url: str, installation: str = "default", log: Callable[[str], None] = lambda line: None) -> None:
-        from redis.asyncio.connection import parse_url
-
-        try:
-            parse_url(url)
-        except ValueError as error:
-            hint = "write redis://HOST:PORT/0, rediss://… or unix:///path/to/the/socket"
-            raise CorralError("invalid_value", "the URL of Redis", field="redis_url", hint=hint) from error
+        if not _readable(url):
+            hint = "write redis://HOST:PORT/0, rediss://… or unix:///path/to/the/socket, with % for special characters"
+            raise CorralError("invalid_value", "the URL of Redis", field="redis_url", hint=hint)
         self._url = url
         self._channel = f"corral:{installation}:wake"
         self._counter = f"corral:{installation}:count:"
@@ -78,6 +77,8 @@ class RedisCoordination:
         self._task: asyncio.Task[None] | None = None
         self._healthy = False
         self._told: bool | None = None
+        self._refusals: set[str] = set()
+        """Why counts were refused, as far as it is told."""
         self._epoch = 0
         """How many connections have worked."""
 
@@ -119,14 +120,26 @@ class RedisCoordination:
         self._news.set()
 
     async def count(self, key: str, amount: int, limit: int, window_ms: int) -> Counted:
+        from redis.exceptions import ResponseError
+
         client = self._client
         if self._healthy and client is not None:
             name = self._counter + key.encode("utf-8", "surrogatepass")[:MAX_KEY].hex()
+            clock = asyncio.get_running_loop().time
+            asked_at: float | None = None
             try:
                 async with asyncio.timeout(PATIENCE_S), self._turns:
-                    script: Any = client.eval(COUNT, 1, name, str(amount), str(limit), str(window_ms))
-                    allowed, left = await script
+                    asked_at = clock()
+                    allowed, left = await _counted(client, name, amount, limit, window_ms)
                     return Counted(bool(allowed), 0 if allowed else max(1, int(left)))
+            except ResponseError as error:
+                if _is_elsewhere(error):
+                    self._broken.set()
+                else:
+                    self._refused(error)
+            except TimeoutError:  # a turn that did not come, or came late, says nothing of Redis
+                if asked_at is not None and clock() - asked_at >= PATIENCE_S / 2:
+                    self._broken.set()
             except _failures():
                 self._broken.set()  # asking again would only make the next caller wait as long
         return self._windows.count(key[:MAX_KEY], amount, limit, window_ms)
@@ -180,6 +193,7 @@ class RedisCoordination:
                     group.create_task(self._part(work))
                     for work in (self._listen(pubsub), self._probe(client), self._sending(client))
                 ]
+                await self._writable(client)
                 await self._echoed(client)
                 self._client, self._healthy = client, True
                 self._epoch += 1
@@ -221,7 +235,20 @@ class RedisCoordination:
     async def _probe(self, client: Redis) -> None:
         while not self._broken.is_set():
             await asyncio.sleep(PROBE_S)
+            await self._writable(client)
             await self._echoed(client)
+
+    async def _writable(self, client: Redis) -> None:
+        """It is no replica, which is raised."""
+        from redis.exceptions import ResponseError
+
+        try:
+            async with asyncio.timeout(2 * PATIENCE_S):
+                await _counted(client, f"{self._counter}{self._me}", 1, 1, 1000)
+        except ResponseError as error:
+            if _is_elsewhere(error):
+                raise
+            self._refused(error)
 
     async def _echoed(self, client: Redis) -> None:
         """Our own word has come back; TimeoutError if it does not."""
@@ -243,6 +270,13 @@ class RedisCoordination:
                 del self._queue[key]
             await client.publish(self._channel, "\n".join((self._me, *keys)))
 
+    def _refused(self, error: Exception) -> None:
+        kind = type(error).__name__
+        if kind in self._refusals:
+            return
+        self._refusals.add(kind)
+        self._log(f"coordination: Redis does not count, each worker counts for itself: {_said(error)}")
+
     def _tell(self, healthy: bool, why: str) -> None:
         if self._told is healthy or (self._told is None and healthy):
             self._told = healthy
@@ -252,6 +286,30 @@ class RedisCoordination:
             self._log("coordination: Redis answers again")
         else:
             self._log(f"coordination: Redis is lost, all goes on without it, only slower: {why}")
+
+
+async def _counted(client: Redis, name: str, amount: int, limit: int, window_ms: int) -> Any:
+    script: Any = client.eval(COUNT, 1, name, str(amount), str(limit), str(window_ms))
+    return await script
+
+
+def _is_elsewhere(error: Exception) -> bool:
+    """Whether it refuses because another server is to be asked now, which a new connection may lead to."""
+    from redis.exceptions import ClusterDownError, ReadOnlyError
+
+    return isinstance(error, ReadOnlyError | ClusterDownError)
+
+
+def _readable(url: str) -> bool:
+    """Whether it is a URL of Redis; one whose password has made a port or a path of what follows it is none."""
+    from redis.asyncio.connection import parse_url
+
+    try:
+        parse_url(url)
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme == "unix" or "@" not in f"{parts.path}{parts.query}{parts.fragment}"
 
 
 def _failures() -> tuple[type[Exception], ...]:
