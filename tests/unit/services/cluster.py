@@ -68,11 +68,14 @@ class Store(MemoryStore):
     """One that can be lost: then every call fails, a write perhaps after it was done."""
 
     lost = False
+    refused = 0
+    """How many transactions found it lost."""
     fails_after: Callable[[], bool] | None = None
     """Whether the transaction that has just been done is said to have failed."""
 
     async def _transact(self, work: Any) -> Any:
         if self.lost:
+            self.refused += 1
             raise CorralError("store_error", "the store does not answer")
         done = await super()._transact(work)
         if self.fails_after is not None and self.fails_after():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -105,10 +106,15 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         await made.services.stop(5.0)
 
 
+async def turns() -> None:
+    """All that can go on without a timer or a gate has gone on: store and node are in memory, nothing waits for a thread."""
+    for _ in range(500):
+        await asyncio.sleep(0)
+
+
 @pytest.fixture
 def until() -> Callable[[Callable[[], Any]], Any]:
     """Wait until a condition holds (10 s)."""
-    import asyncio
     import inspect
 
     async def wait(condition: Callable[[], Any]) -> None:

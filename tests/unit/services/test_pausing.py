@@ -11,6 +11,7 @@ from corral.domain.fence import Fence
 from corral.errors import CorralError
 
 from .cluster import Cluster
+from .conftest import turns
 
 HOUR_MS = 3_600_000
 
@@ -76,7 +77,7 @@ async def test_many_callers_join_one_transition_and_get_its_result(world, box, s
     calls = [asyncio.create_task(turn(world, box, "pause")) for _ in range(10)]
     await until(lambda: world.node.turns)
     calls += [asyncio.create_task(turn(world, box, "pause")) for _ in range(5)]
-    await asyncio.sleep(0.02)
+    await turns()
     assert not any(call.done() for call in calls)
     shut.set()
     answers = await asyncio.gather(*calls)
@@ -88,7 +89,7 @@ async def test_a_pause_that_fails_leaves_the_sandbox_as_it_was_for_all_who_asked
     world.node.turn_error = CorralError("infra_error", "it does not freeze")
     calls = [asyncio.create_task(turn(world, box, "pause")) for _ in range(3)]
     await until(lambda: world.node.turns)
-    await asyncio.sleep(0.02)
+    await turns()
     shut.set()
     assert {(await call).document["code"] for call in calls} == {"infra_error"}
     world.node.turn_error = None
@@ -133,10 +134,11 @@ async def test_an_owner_that_died_in_the_middle_is_followed_by_one_that_goes_on(
     shut.set()
     await world.start()
     wanted = "paused" if word == "pause" else "leased"
-    for _ in range(500):
-        if await state_of(world, box) == wanted:
-            break
-        await asyncio.sleep(0.01)
+
+    async def there():
+        return await state_of(world, box) == wanted
+
+    await until(there)
     assert await state_of(world, box) == wanted
 
 
@@ -153,13 +155,14 @@ async def test_an_exec_that_ends_while_it_is_being_frozen_leaves_an_idle_lease(w
 async def test_an_exec_that_meets_the_pause_begins_when_it_is_over(world, box, until):
     world.node.start_gate = asyncio.Event()
     call = asyncio.create_task(run(world, box, "print", "late"))
-    for _ in range(500):
-        if await state_of(world, box) == "running":
-            break
-        await asyncio.sleep(0.01)
+
+    async def there():
+        return await state_of(world, box) == "running"
+
+    await until(there)
     await turn(world, box, "pause")
     world.node.start_gate.set()
-    await asyncio.sleep(0.1)
+    await turns()
     assert not call.done() and not world.node.starts
     await turn(world, box, "resume")
     assert (await call).document["result"]["stdout"]["text"] == "late"
@@ -201,10 +204,11 @@ async def test_a_lease_that_runs_out_while_paused_leaves_a_paused_sandbox_that_a
     held = (await world.call("POST", f"/v1/sandboxes/{box}/attach", {"owner": "s/1", "ttl_s": 1})).document
     assert (await turn(world, box, "pause", h_corral_lease=held["lease"])).status == 200
     world.offset_ms += 2000
-    for _ in range(500):
-        if (await look(world, box))["lease"] is None:
-            break
-        await asyncio.sleep(0.01)
+
+    async def there():
+        return (await look(world, box))["lease"] is None
+
+    await until(there)
     assert await state_of(world, box) == "paused"
     assert (await turn(world, box, "resume", h_corral_lease=held["lease"])).document["code"] == "lease_lost"
     assert (await turn(world, box, "resume")).document["state"] == "idle"
@@ -233,20 +237,23 @@ async def test_what_was_kept_and_ends_while_it_is_paused_is_settled_when_it_goes
         await world.call("POST", f"/v1/execs/{begun['id']}/cancel", None)
         world.node.turn_gate.set()
         assert (await call).status >= 500
-    for _ in range(500):
-        if await state_of(world, box) == "idle":
-            break
-        await asyncio.sleep(0.01)
+
+    async def there():
+        return await state_of(world, box) == "idle"
+
+    await until(there)
     assert await state_of(world, box) == "idle", "nobody has it, so it is for the next one"
 
 
-async def test_a_runtime_that_cannot_pause_and_the_sandbox_of_a_run_are_refused(world, box):
+async def test_a_runtime_that_cannot_pause_and_the_sandbox_of_a_run_are_refused(world, box, until):
     started = (await world.call("POST", "/v1/runs", {"command": ["sleep"]}, wait="0")).document
-    for _ in range(500):
-        running = (await world.call("GET", f"/v1/runs/{started['id']}")).document
-        if running["state"] == "running":
-            break
-        await asyncio.sleep(0.01)
+    running = {}
+
+    async def runs():
+        running.update((await world.call("GET", f"/v1/runs/{started['id']}")).document)
+        return running["state"] == "running"
+
+    await until(runs)
     refused = await turn(world, running["sandbox_id"], "pause")
     assert refused.document["code"] == "illegal_transition", refused.document
     await world.call("POST", f"/v1/runs/{started['id']}/cancel", None)
@@ -261,14 +268,21 @@ async def test_an_instance_that_is_lost_while_paused_or_between_is_lost(world, b
     [instance] = world.node.live
     del world.node.live[instance]
     world.node.gone.put_nowait(instance)
-    for _ in range(500):
-        if await state_of(world, box) == "terminated":
-            break
-        await asyncio.sleep(0.01)
+
+    async def there():
+        return await state_of(world, box) == "terminated"
+
+    await until(there)
     assert (await turn(world, box, "resume")).document["code"] == "sandbox_lost"
 
 
 # -- ends in time --------------------------------------------------------------------------------------------------------------
+async def swept(world):
+    """Whatever has come to its end by now is ended."""
+    await world.services.upkeep.sweep()
+    await turns()
+
+
 async def until_ended(world, sandbox_id):
     for _ in range(500):
         found = await look(world, sandbox_id)
@@ -287,7 +301,7 @@ async def test_a_sandbox_that_nobody_uses_ends_and_says_why(world):
     box, other = await make(world, idle_timeout_s=60), await make(world)
     assert (await look(world, box))["idle_timeout_s"] == 60 and (await look(world, other))["idle_timeout_s"] is None
     world.offset_ms += 59_000
-    await asyncio.sleep(0.1)
+    await swept(world)
     assert await state_of(world, box) == "leased"
     world.offset_ms += 1_000
     found = await until_ended(world, box)
@@ -314,10 +328,10 @@ async def test_each_use_starts_it_anew_and_a_program_that_runs_is_use(world):
     for _ in range(3):
         world.offset_ms += 50_000
         assert (await world.call("GET", f"/v1/sandboxes/{box}/files/list", None, path="/workspace")).status == 200
-        await asyncio.sleep(0.05)
+        await swept(world)
     begun = (await run(world, box, "sleep", wait=False)).document
     world.offset_ms += 600_000
-    await asyncio.sleep(0.1)
+    await swept(world)
     assert await state_of(world, box) == "running"
     await world.call("POST", f"/v1/execs/{begun['id']}/cancel", None)
     assert await state_of(world, box) == "leased"
@@ -337,10 +351,10 @@ async def test_an_open_watch_is_use(world):
     with world.services.expiry.using(view):
         for _ in range(3):
             world.offset_ms += 40_000
-            await asyncio.sleep(0.1)
+            await swept(world)
     for _ in range(3):
         world.offset_ms += 40_000
-        await asyncio.sleep(0.1)
+        await swept(world)
     assert await state_of(world, box) == "leased"
     del stream
     world.offset_ms += 61_000
@@ -362,14 +376,14 @@ async def test_paused_time_is_no_idle_time_and_the_time_to_live_goes_on(world):
     await turn(world, box, "pause")
     await turn(world, other, "pause")
     world.offset_ms += 90_000
-    await asyncio.sleep(0.1)
+    await swept(world)
     assert (await state_of(world, box), await state_of(world, other)) == ("paused", "paused")
     world.offset_ms += 11_000
     await until_ended(world, other)
     assert await state_of(world, box) == "paused"
     await turn(world, box, "resume")
     world.offset_ms += 30_000
-    await asyncio.sleep(0.1)
+    await swept(world)
     assert await state_of(world, box) == "leased", "the resume was a use"
 
 
@@ -381,7 +395,7 @@ async def test_the_ends_can_be_moved_and_the_node_follows(world):
     assert moved.status == 200, moved.document
     assert moved.document["idle_timeout_s"] == 500 and world.node.deadlines[instance] == 1060
     world.offset_ms += 400_000
-    await asyncio.sleep(0.1)
+    await swept(world)
     assert await state_of(world, box) == "leased"
     assert (await patch(world, box, idle_timeout_s="none")).document["idle_timeout_s"] is None
     assert (await patch(world, box, ttl_s=10)).status == 200 and world.node.deadlines[instance] == 70

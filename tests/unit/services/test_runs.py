@@ -11,6 +11,8 @@ from corral.errors import CorralError
 from corral.services.execs import Stopwatch
 from corral.services.executor import Executor
 
+from .conftest import turns
+
 PRINT = {"command": ["print", "你好", "42"]}
 SLEEP = {"command": ["sleep"]}
 
@@ -279,7 +281,7 @@ async def test_cancel_between_frame_and_answer_still_kills(world, until):
     run = (await world.call("POST", "/v1/runs", SLEEP, wait=0)).document
     await until(lambda: _state(world, _sandbox(world, run), "running"))
     cancel = asyncio.create_task(world.call("POST", f"/v1/runs/{run['id']}/cancel"))
-    await asyncio.sleep(0.02)
+    await turns()
     world.node.start_gate.set()
     assert (await cancel).document["result"]["reason"] == "cancelled"
 
@@ -293,7 +295,7 @@ async def test_an_attached_run_ends_when_its_client_is_gone(world, until):
     reply = await world.call("GET", f"/v1/runs/{run['id']}/stream")
     first = await anext(reply.events)
     assert first.kind == "started"
-    await asyncio.sleep(0.5)
+    await _another_client_is_gone(world, until)
     assert (await world.call("GET", f"/v1/runs/{run['id']}")).document["state"] == "running"
     await reply.events.aclose()
 
@@ -304,9 +306,19 @@ async def test_an_attached_run_ends_when_its_client_is_gone(world, until):
     assert (await world.call("GET", f"/v1/runs/{run['id']}")).document["result"]["reason"] == "cancelled"
 
 
-async def test_a_run_that_is_not_attached_outlives_its_client(world):
+async def _another_client_is_gone(world, until):
+    """A run that began later, and that nobody watches, has been ended for that."""
+    other = (await world.call("POST", "/v1/runs", {**SLEEP, "attached": True}, wait=0)).document
+
+    async def ended():
+        return (await world.call("GET", f"/v1/runs/{other['id']}")).document["state"] == "finished"
+
+    await until(ended)
+
+
+async def test_a_run_that_is_not_attached_outlives_its_client(world, until):
     run = (await world.call("POST", "/v1/runs", SLEEP, wait=0)).document
-    await asyncio.sleep(0.5)
+    await _another_client_is_gone(world, until)
     assert (await world.call("GET", f"/v1/runs/{run['id']}")).document["state"] == "running"
 
 
@@ -331,7 +343,7 @@ async def test_a_stream_that_is_opened_before_the_start_has_all_output(world, un
         return bool(await world.store.open_execs())
 
     await until(waits)
-    await asyncio.sleep(0.05)
+    await turns()
     assert not first.done()
     world.node.start_gate.set()
     assert (await first).kind == "started"

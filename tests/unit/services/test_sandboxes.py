@@ -10,6 +10,8 @@ import pytest
 from corral.domain.records import EventRecord, LeaseChange, Transition
 from corral.errors import CorralError
 
+from .conftest import turns
+
 OPEN = ("starting", "running")
 
 
@@ -183,7 +185,7 @@ async def test_delete_wins_against_creation(world, until):
     await until(lambda: world.node.creates)
     [item] = (await world.call("GET", "/v1/sandboxes")).document["items"]
     deleting = asyncio.create_task(world.call("DELETE", f"/v1/sandboxes/{item['id']}"))
-    await asyncio.sleep(0.02)
+    await turns()
     world.node.create_gate.set()
     assert (await deleting).document["state"] == "terminated"
     assert (await creating).document["code"] == "sandbox_deleted"

@@ -6,6 +6,8 @@ import asyncio
 
 from corral.errors import CorralError
 
+from .conftest import turns
+
 FAILURE = CorralError("template_unavailable", "template host: usr/x looks like a credential")
 
 
@@ -34,7 +36,7 @@ async def test_a_build_goes_on_when_the_call_gives_up_and_callers_share_it(world
     refused = await world.call("DELETE", "/v1/templates/host")
     assert (refused.status, refused.document["code"]) == (409, "conflict")
     waiting = asyncio.create_task(world.call("GET", "/v1/templates/host", wait=60))
-    await asyncio.sleep(0)
+    await turns()
     world.node.build_gate.set()
     assert (await waiting).document["build"] is None
     assert world.node.builds == [("host", True)]
@@ -110,7 +112,7 @@ async def test_bases_that_nobody_needs_go_once_an_hour_while_the_service_runs(wo
     world.node.old_bases = 2
     world.node.kept = None
     await world.services.upkeep.sweep()
-    await asyncio.sleep(0)
+    await turns()
     assert world.node.kept is None
     world.offset_ms += 3_600_000
     await until(lambda: world.node.kept is not None)

@@ -262,12 +262,18 @@ async def test_an_attached_run_is_kept_while_its_client_waits_at_another_worker(
     await until(lambda: two.node.starts)
     waiting = asyncio.ensure_future(finished(two, "b", run_id))
     await until(lambda: _watched(two, run_id))
-    await asyncio.sleep(1.0)  # far longer than a client may be gone here
+    await _another_client_is_gone(two, until, "a")
     assert not waiting.done()
     waiting.cancel()
     await until(lambda: _finished(two, run_id))
     run = await finished(two, "a", run_id)
     assert run["result"]["reason"] == "cancelled"
+
+
+async def _another_client_is_gone(cluster: Cluster, until: Any, name: str) -> None:
+    """Of a run that began later, and that was ended for it."""
+    run = (await cluster.call(name, "POST", "/v1/runs", {**SLEEP, "attached": True}, wait=0)).document
+    await until(lambda: _finished(cluster, run["id"]))
 
 
 async def _watched(cluster: Cluster, run_id: str) -> bool:
@@ -283,7 +289,7 @@ async def test_a_client_of_a_dead_worker_that_comes_back_keeps_its_run(two, unti
     await until(lambda: two.node.starts)
     await two.kill("a")
     waiting = asyncio.ensure_future(finished(two, "b", run_id))
-    await asyncio.sleep(1.0)
+    await _another_client_is_gone(two, until, "b")
     assert not waiting.done()
     await two.call("b", "POST", f"/v1/runs/{run_id}/cancel")
     assert (await waiting)["result"]["reason"] == "cancelled"
@@ -373,12 +379,13 @@ async def test_a_result_arrives_when_the_store_is_back(two, until):
     run_id = (await two.call("a", "POST", "/v1/runs", SLEEP, wait=0)).document["id"]
     await until(lambda: two.node.starts)
     two.store.lost = True
-    await asyncio.sleep(0.5)  # longer than the worker's row lives
+    await until(lambda: all(int(row["alive_until"]) < two.now_ms() for row in two.store._workers.values()))
     for name in ("a", "b"):
         refused = await two.call(name, "POST", "/v1/runs", PRINT)
         assert refused.status == 503 and refused.document["code"] == "store_error" and refused.document["retryable"]
     await two.node.signal_exec(two.node.starts[0], 15)
-    await asyncio.sleep(0.3)
+    refused_before = two.store.refused
+    await until(lambda: two.store.refused > refused_before + 10)
     two.store.lost = False
     run = await finished(two, "b", run_id)
     assert (run["result"]["reason"], run["result"]["signal"]) == ("signal", "SIGTERM")
@@ -397,7 +404,7 @@ async def test_a_store_that_is_lost_at_any_stage_of_a_run_delays_it_and_nothing_
     await asyncio.wait_for(gate.reached.wait(), 10)
     two.store.lost = True
     gate.open.set()
-    await asyncio.sleep(0.5)
+    await until(lambda: two.store.refused > 10)
     two.store.lost = False
     run = await finished(two, "b", run_id)
     assert run["result"]["reason"] == "ok", run["result"]
