@@ -423,7 +423,9 @@ def make_hold(settings: config.Config, lost: Callable[[CorralError], None]) -> P
     from corral.adapters.store.postgres_hold import PostgresHold
 
     assert settings.database_url is not None
-    return PostgresHold(settings.database_url, shared=settings.worker is not None, lost=lost)
+    there = os.stat(settings.state_dir)  # a directory that is moved stays the same
+    home = f"{socket.gethostname()} {there.st_dev} {there.st_ino}"
+    return PostgresHold(settings.database_url, shared=settings.worker is not None, lost=lost, home=home)
 
 
 def make_database(settings: config.Config) -> Database:

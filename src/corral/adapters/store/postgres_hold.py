@@ -1,7 +1,8 @@
 """Who drives what a PostgreSQL database holds: one process alone, or several that know of each other.
 
 A session lock of the database, on a connection of its own: a process that is the only owner takes it alone, workers of `corral serve
---replicas` share it. It ends with the connection, so whoever died is no obstacle for long, even one whose machine is gone. A connection
+--replicas` share it, those of one state directory only: the node of another one knows none of the sandboxes that the database names,
+so workers that asked it would take them all for lost. It ends with the connection, so whoever died is no obstacle for long, even one whose machine is gone. A connection
 that breaks is made again and the lock taken again; if somebody else has it by then, that is told at once and once, and this process is
 out.
 """
@@ -9,6 +10,7 @@ out.
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 import time
@@ -28,6 +30,15 @@ TAKE_S = 12.0
 PAUSE_S = 0.25
 _KEY = "SELECT hashtextextended(current_schema()::text, 109330312618348)"
 """One lock for each set of tables."""
+_HOME = "SELECT hashtextextended(current_schema()::text || ' ' || %s, 109330312618348)"
+"""A second one that workers of one home share; it is there before the first one, and tells whose a worker is."""
+_STRANGERS = (
+    "SELECT count(*) FROM pg_locks l WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1"
+    " AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    " AND ((l.classid::bigint << 32) | l.objid::bigint) = %s AND NOT EXISTS (SELECT 1 FROM pg_locks h"
+    " WHERE h.pid = l.pid AND h.locktype = 'advisory' AND h.granted AND h.objsubid = 1 AND h.database = l.database"
+    " AND ((h.classid::bigint << 32) | h.objid::bigint) = %s)"
+)
 _HOLDERS = (
     "SELECT l.pid, a.application_name FROM pg_locks l LEFT JOIN pg_stat_activity a ON a.pid = l.pid"
     " WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1"
@@ -44,12 +55,16 @@ _SETTINGS = (
 
 
 class PostgresHold:
-    """See the module docstring. `lost` is called once, from a thread of this object's own, with the reason."""
+    """See the module docstring. `lost` is called once, from a thread of this object's own, with the reason.
 
-    def __init__(self, url: str, *, shared: bool, lost: Callable[[CorralError], None]) -> None:
+    `home`: whose workers may share it.
+    """
+
+    def __init__(self, url: str, *, shared: bool, lost: Callable[[CorralError], None], home: str = "") -> None:
         self._url = url
         self._where = described(url)
         self._shared = shared
+        self._home = home
         self._name = f"corral {'worker' if shared else 'owner'} {socket.gethostname()[:32]} {os.getpid()}"
         self._lost = lost
         self._connection: psycopg.Connection[Any] | None = None
@@ -92,11 +107,22 @@ class PostgresHold:
                     connection.execute(setting)
                 except psycopg.errors.UndefinedObject:
                     pass  # a server of an earlier version
+            if self._shared:
+                home = connection.execute(_HOME, (self._home,)).fetchone()
+                connection.execute("SELECT pg_advisory_lock_shared(%s)", home)  # nobody takes it alone
         row = connection.execute(_KEY).fetchone()
         assert row is not None
+        if self._shared and self._strangers(connection, row[0]):
+            self._other = True
+            return False
         word = "pg_try_advisory_lock_shared" if self._shared else "pg_try_advisory_lock"
         got = connection.execute(f"SELECT {word}(%s)", row).fetchone()
         if got is not None and got[0]:
+            if self._shared and self._strangers(connection, row[0]):  # who came at the same moment: both go back
+                connection.execute("SELECT pg_advisory_unlock_shared(%s)", row)
+                self._other = True
+                self._stop.wait(random.uniform(0.0, PAUSE_S))
+                return False
             self._backend = connection.info.backend_pid
             return True
         holders = connection.execute(_HOLDERS, row).fetchall()
@@ -108,6 +134,13 @@ class PostgresHold:
                 connection.execute("SELECT pg_terminate_backend(%s)", (pid,))
         return False
 
+    def _strangers(self, connection: psycopg.Connection[Any], key: int) -> bool:
+        """Whether somebody has it who is not of our home."""
+        home = connection.execute(_HOME, (self._home,)).fetchone()
+        assert home is not None
+        found = connection.execute(_STRANGERS, (key, home[0])).fetchone()
+        return found is not None and found[0] > 0
+
     def _refused(self) -> CorralError:
         who = "another process"
         if self._connection is not None:
@@ -117,7 +150,7 @@ class PostgresHold:
         return CorralError(
             "state_locked",
             f"{self._where} is driven by {who}",
-            hint="stop that first, or run all of them as corral serve --replicas",
+            hint="stop that first, or run all of them as one corral serve --replicas: its host has the sandboxes",
         )
 
     def _keep(self) -> None:

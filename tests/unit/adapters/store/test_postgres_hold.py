@@ -231,3 +231,50 @@ def test_a_second_service_on_the_database_does_not_start_and_one_that_lost_it_ta
     finally:
         first.close()
     start("a").close()
+
+
+def test_workers_of_another_state_directory_are_refused_while_those_of_the_first_are_there(
+    url: str, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told()
+    holds = [PostgresHold(url, shared=True, lost=told, home=home) for home in ("a", "a", "b", "b")]
+    try:
+        ours, theirs = holds[:2], holds[2:]
+        for hold in ours:
+            hold.take()
+        for hold in theirs:
+            assert "corral worker" in str(refused(hold))
+        old = cut(url)
+        until(lambda: len(backends(url)) == 2 * len(ours) and not set(old) & set(backends(url)))
+        assert told.error is None, "who asked in vain takes nothing from those who come back"
+        for hold in ours:
+            hold.close()
+        for hold in theirs:
+            hold.take(LIMIT_S)
+    finally:
+        for hold in holds:
+            hold.close()
+
+
+def test_of_workers_of_two_state_directories_that_come_at_once_those_of_one_stay(url: str, quick: None) -> None:
+    for _ in range(5):
+        holds = [PostgresHold(url, shared=True, lost=Told(), home=home) for home in ("a", "b") * 2]
+        got: list[str] = []
+
+        def take(hold: PostgresHold) -> None:
+            try:
+                hold.take(2.0)
+                got.append(hold._home)
+            except CorralError as error:
+                assert error.code == "state_locked"
+
+        threads = [threading.Thread(target=take, args=(hold,)) for hold in holds]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(set(got)) == 1, got
+        finally:
+            for hold in holds:
+                hold.close()
