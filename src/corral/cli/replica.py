@@ -129,7 +129,9 @@ class Replica(bootstrap.Owner):
                 await self._compose(self._store, self._node, None)
                 break
             except CorralError as error:
-                if not error.retryable or (self._us.first and (error.field is not None or error.code == "state_locked")):
+                if not error.retryable or (
+                    self._us.first and (error.field is not None or error.code == "state_locked")
+                ):
                     raise
                 part = {"node_unavailable": "node", "store_error": "store"}.get(error.code, part)
                 await self._open_fronts()
