@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 from corral.domain.records import ExecRecord, RunRecord, SandboxView, WorkerRecord
 
+FORGET_MS = 24 * 3600 * 1000
+"""How long the row of a dead worker stays. One that stood still for longer finds no row of its own in a store that is what it was."""
+
 
 @dataclass(frozen=True)
 class Beat:
@@ -42,7 +45,14 @@ class WorkerStore(Protocol):
         ...
 
     async def workers(self) -> list[WorkerRecord]:
-        """All rows, dead ones too, oldest first. Rows that have been dead for a day go with somebody's `beat`."""
+        """All rows, dead ones too, oldest first. Rows that have been dead for longer than `FORGET_MS` go with somebody's `beat`."""
+        ...
+
+    async def hold_command(self, sandbox_id: str, kind: str, worker_id: str, claim_ms: int) -> bool:
+        """Take the sandbox's open commands of this kind that are free, as in `lock_command`, and hold its own for `claim_ms` from now.
+
+        False while another worker holds one. True where there is none: nobody else has it.
+        """
         ...
 
     async def adopt_runs(self, worker_id: str, limit: int = 100) -> list[RunRecord]:

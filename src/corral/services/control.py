@@ -98,6 +98,8 @@ class Core:
     regressed_ms: int = 0
     """When (by the store's clock) it was last found that the store had been set back. Runs made before are of a history that did not
     happen: what became of them is not known here, so none that does not fly already is started."""
+    newest_event: int = 0
+    """The highest id of an event that was seen in the store, our own commits included: one that is not there any more was lost."""
     _beat: tuple[float, int] | None = None
     """(monotonic seconds, the store's clock) of the last beat."""
 
@@ -114,6 +116,10 @@ class Core:
     def beaten(self, at: float, beat: Beat) -> None:
         """A beat that was begun at `at` (of the loop's clock) has been committed."""
         self._beat = (at, beat.now_ms)
+
+    def saw_event(self, event_id: int) -> None:
+        """The store has committed this event."""
+        self.newest_event = max(self.newest_event, event_id)
 
     def set_back(self) -> None:
         """The store has turned out to be older than what was seen of it."""
@@ -190,7 +196,7 @@ class Core:
                 if attempt:
                     self.store_works()
                 return done
-            await self._pause(attempt)
+            await self.pause(attempt)
             attempt += 1
 
     async def reach(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -209,11 +215,11 @@ class Core:
                     since, attempt = loop.time(), 0
                 if loop.time() - since >= NODE_PATIENCE_S:
                     raise
-            await self._pause(attempt)
+            await self.pause(attempt)
             attempt += 1
 
-    async def _pause(self, attempt: int) -> None:
-        """Longer each time, cut short by the end of the service."""
+    async def pause(self, attempt: int) -> None:
+        """Between two attempts: longer each time, cut short by the end of the service."""
         try:
             async with asyncio.timeout(LOOK_AGAIN_S[min(attempt, len(LOOK_AGAIN_S) - 1)]):
                 await self.stopping.wait()

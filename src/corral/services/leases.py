@@ -1,8 +1,7 @@
 """Leases of sandboxes: who has one, for how long, and how it changes hands. Decisions are in `domain.contention` and the table.
 
 Taking over is a state: the store issues the token, the node journals it as its floor, the guest acknowledges it; by then nothing of an
-older fence acts any more, and only then the lease is reported. A lease that ends is settled: what ran is ended, what is temporary is
-removed, and if that shows clean the sandbox is idle; anything else is its end.
+older fence acts any more, and only then the lease is reported. A lease that ends is settled (`services.settling`).
 """
 
 from __future__ import annotations
@@ -20,25 +19,22 @@ from corral.domain.contention import Asker, Choice
 from corral.domain.fence import Fence
 from corral.domain.lease import BETWEEN, is_system, key_of, named, owner_name
 from corral.domain.lease import lost as lease_lost
-from corral.domain.records import AuditRecord, Idempotency, LeaseRecord, SandboxView
+from corral.domain.records import AuditRecord, CommandRecord, Idempotency, LeaseRecord, SandboxView
 from corral.errors import CorralError
 from corral.ports.leases import Renewal, Seen
 from corral.services.control import Core
 from corral.services.events import Caller
 from corral.services.execs import Execs, fence_of, instance_of
+from corral.services.floors import Floors
 from corral.services.lifecycle import Lifecycle
+from corral.services.settling import Settling
 from corral.services.transitions import Plan, gone
 
 Json = dict[str, Any]
 JOIN_S = 30.0
 """How long a call waits at least for a transition that ends by itself."""
-SETTLE_S = 45.0
-"""Less than the claim of a command row, so that nobody takes a settling for interrupted that is under way."""
-EXECS_S = 10.0
-TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm", "/run/user/1000")  # noqa: S108 - inside the sandbox
-"""What no owner leaves to the next."""
 RETRIES = 16
-USERS = ("sandbox", "root")
+FENCING = ("fence", "fence_adopt")
 MAKING = ("requested", "planning", "allocating", "provisioning", "locking")
 
 
@@ -81,6 +77,13 @@ def held_by_another(sandbox_id: str, until_ms: int | None, now_ms: int) -> Corra
     return CorralError("lease_held", f"another owner has the sandbox {sandbox_id}", hint=hint, retry_after_s=left_s)
 
 
+def under_way(view: SandboxView) -> CorralError:
+    """`lease_held` by what the system does, which has lasted for longer than the caller waits."""
+    row = view.sandbox
+    detail = f"the sandbox {row.sandbox_id} is {row.state}, which takes its time"
+    return CorralError("lease_held", detail, hint="try again in a moment, or wait longer (wait_s)", retry_after_s=1)
+
+
 class Leases:
     """See the module docstring."""
 
@@ -88,11 +91,11 @@ class Leases:
         self._core = core
         self._lifecycle = lifecycle
         self._execs = execs
-        self._settling: dict[str, asyncio.Task[None]] = {}
+        self.floors = Floors(core, lifecycle)
+        self._settling = Settling(core, lifecycle, self.floors)
         self._renewals: list[tuple[Renewal, asyncio.Future[tuple[int, LeaseRecord]]]] = []
         self._renewing = False
         self._asked: dict[str, _Asked] = {}
-        lifecycle.on_recycling = self.settle_later
 
     # -- acquire ---------------------------------------------------------------------------------------------------------------
     async def attach(self, caller: Caller, sandbox_id: str, wish: Wish, key: str | None = None) -> Held:
@@ -172,17 +175,20 @@ class Leases:
                         if choice.kind == "join":
                             patience_s = max(patience_s, JOIN_S)
                         left_s = begun + patience_s - loop.time()
+                        if left_s <= 0 and choice.kind == "join":
+                            raise under_way(view)
                         if left_s <= 0:
                             raise held_by_another(sandbox_id, choice.until_ms, seen.now_ms)
                         if choice.until_ms is not None:
                             left_s = min(left_s, max(0.0, (choice.until_ms - seen.now_ms) / 1000) + 0.005)
+                        core.check_staying()
                         await woken.wait(left_s)
                         continue
                 try:
-                    if choice.kind != "expire":
-                        return await self._take(view, choice, asker, wish, digest)
-                        core.check_staying()
-                    await self.expire(view)
+                    if choice.kind == "expire":
+                        await self.expire(view)
+                    elif (held := await self._take(view, choice, asker, wish, digest)) is not None:
+                        return held
                 except CorralError as error:
                     races += 1
                     # Somebody was quicker: the fence that ran out is another one now, or the sandbox has moved on.
@@ -199,14 +205,25 @@ class Leases:
     async def _again(self, view: SandboxView, now_ms: int) -> Held:
         """The lease that the call has been given before, once node and guest know it: whoever took it may have ended before that."""
         lease = _lease(view)
-        if view.sandbox.state != "paused":
-            for command in await self._core.store.open_commands(view.sandbox.sandbox_id):
-                if command.kind in ("fence", "fence_adopt") and command.token == lease.lease_version:
-                    await self._barrier(view, "adopt" if command.kind == "fence_adopt" else "kill")
+        if view.sandbox.state != "paused" and await self._unfenced(view):
+            await self._barrier(view, "adopt")  # what runs by now is the caller's own
+            self._core.spawn(self._fenced(view), f"{view.sandbox.sandbox_id} fenced")
         return Held(view, lease, max(0, lease.expires_at - now_ms))
 
-    async def _take(self, view: SandboxView, choice: Choice, asker: Asker, wish: Wish, digest: str | None) -> Held:
-        lifecycle, sandbox_id = self._lifecycle, view.sandbox.sandbox_id
+    async def _unfenced(self, view: SandboxView) -> list[CommandRecord]:
+        """The open commands by which node and guest are to know the current fence."""
+        commands = await self._core.store.open_commands(view.sandbox.sandbox_id)
+        return [one for one in commands if one.kind in FENCING and one.token == fence_of(view).token]
+
+    async def _fenced(self, view: SandboxView) -> None:
+        for command in await self._unfenced(view):
+            await self._core.store.finish_command(command.command_id, self._core.worker, {"ok": True})
+
+    async def _take(
+        self, view: SandboxView, choice: Choice, asker: Asker, wish: Wish, digest: str | None
+    ) -> Held | None:
+        """None: the check that was under way has been brought to its end, but for another call of the same owner. Ask again."""
+        lifecycle = self._lifecycle
         if choice.kind != "go_on":
             changes = None
             if wish.session is not None and view.sandbox.session_id is None:
@@ -225,11 +242,12 @@ class Leases:
         faults.point("lease.fenced")
         if view.sandbox.state == "reuse_checking":
             plan = Plan(view)
-            lifecycle.step(plan, "verdict_reuse", done=(lifecycle.finishing(("fence", "fence_adopt"), {"ok": True}),))
+            lifecycle.step(plan, "verdict_reuse", done=(lifecycle.finishing(FENCING, {"ok": True}),))
             view = await lifecycle.commit(plan)
+            if choice.kind == "go_on" and (digest is None or _lease(view).request_digest != digest):
+                return None  # or two calls would be told the same fence
         else:
-            fence = lifecycle.done(sandbox_id, ("fence", "fence_adopt"), {"ok": True}, token=fence_of(view).token)
-            self._core.spawn(fence, f"{sandbox_id} fenced")
+            self._core.spawn(self._fenced(view), f"{view.sandbox.sandbox_id} fenced")
         lease = _lease(view)
         return Held(view, lease, max(0, lease.expires_at - lease.heartbeat_at))
 
@@ -240,7 +258,7 @@ class Leases:
             await self._core.node.fence(instance_of(view), fence_of(view), mode)
         except CorralError as error:
             if error.code == "lease_lost":
-                await self.heard(sandbox_id, error)
+                await self.floors.heard(sandbox_id, error)
                 raise CorralError("conflict", f"the sandbox {sandbox_id} has been taken over meanwhile") from error
             if error.code in ("sandbox_lost", "guest_lost", "not_found"):
                 if view.sandbox.state == "reuse_checking":
@@ -377,7 +395,7 @@ class Leases:
         plan.transitions[0] = replace(step, expect_fence=fence, lease=change)
         after = await self._lifecycle.commit(plan)
         if after.sandbox.state == "recycling":
-            self.settle_later(sandbox_id)
+            self._settling.later(sandbox_id)
         elif after.sandbox.state == "running":
             for record in attached:
                 changes = {"cancel_requested": record.cancel_requested or "lease_lost"}
@@ -417,184 +435,28 @@ class Leases:
                 return gone(view)
         return error
 
-    # -- settling --------------------------------------------------------------------------------------------------------------
-    def settle_later(self, sandbox_id: str) -> None:
-        """The sandbox has come to be recycled by a transition of ours."""
-        if sandbox_id not in self._settling:
-            task = self._core.spawn(self._settle(sandbox_id), f"{sandbox_id} settle", last=True)
-            self._settling[sandbox_id] = task
-            task.add_done_callback(lambda _: self._settling.pop(sandbox_id, None))
-
-    async def _settle(self, sandbox_id: str) -> None:
-        view = await self._lifecycle.view(sandbox_id)
-        if view.sandbox.state != "recycling":
-            return
-        faults.point("settle.before")
-        try:
-            async with asyncio.timeout(SETTLE_S):
-                left = await self._cleaned(view)
-        except TimeoutError:
-            left = "it took too long"
-        except CorralError as error:
-            if error.code in ("sandbox_lost", "not_found"):
-                await self._lifecycle.lost(sandbox_id, "instance_gone")
-                return
-            if error.code == "lease_lost":
-                await self.heard(sandbox_id, error)
-            left = error.detail
-        faults.point("settle.cleaned")
-        try:
-            await self._settled(view, left)
-        except CorralError as error:
-            if error.code != "conflict":
-                raise  # the sweep finds it
-            self._core.log(f"{sandbox_id}: {error.detail}")  # deleted, lost or settled by another meanwhile
-
-    async def _cleaned(self, view: SandboxView) -> str | None:
-        """End all that runs and remove what is temporary; -> what is left, None: nothing."""
-        node, sandbox_id, fence = self._core.node, view.sandbox.sandbox_id, fence_of(view)
-        instance_id = instance_of(view)
-        await node.fence(instance_id, fence, "kill")
-        loop = asyncio.get_running_loop()
-        until = loop.time() + EXECS_S
-        for record in await self._core.store.open_execs(sandbox_id):  # whoever drives them writes down their ends
-            with self._core.wakes.listen(record.exec_id) as woken:
-                while (row := await self._core.store.get_exec(record.exec_id, None)) is not None:
-                    if row.state not in ("starting", "running") or loop.time() >= until:
-                        break
-                    await woken.wait(min(0.5, until - loop.time()))
-                    woken.look()
-        stays: str | None = None
-        for user in USERS:
-            stays = await node.empty_directories(instance_id, fence, TEMPORARY, user=user)
-            if stays is None:
-                return None
-        return f"{stays} cannot be removed"
-
-    async def _settled(self, view: SandboxView, left: str | None) -> None:
-        lifecycle, row = self._lifecycle, view.sandbox
-        plan = Plan(view)
-        if left is not None:
-            lifecycle.step(plan, "failed", cause="unknown_history", metadata={"left": left})
-        else:
-            flags = ["evidence_ok"]
-            if row.tainted:
-                flags.append("tainted")
-            if row.expires_at > self._core.store_ms():
-                flags.append("session_alive")
-            done = lifecycle.finishing(("settle", "fence", "fence_adopt"), {"ok": True})
-            lifecycle.step(plan, "settled", flags, cause="settled", done=(done,))
-            if plan.view.sandbox.state == "idle":
-                plan.transitions[0] = replace(plan.transitions[0], settled=True)
-        after = await lifecycle.commit(plan)
-        if after.sandbox.state == "sanitizing":
-            if left is not None:
-                self._core.log(f"{row.sandbox_id} is not used again: {left}")
-            work = lifecycle.destroy(row.sandbox_id, "unknown_history" if left is not None else "settled")
-            self._core.spawn(work, f"{row.sandbox_id} unsettled", last=True)
-
     # -- what others left ------------------------------------------------------------------------------------------------------
     async def sweep(self) -> None:
-        """Take back what has run out, end what a dead worker was settling, and see whether the store is what it was."""
-        await self.note_event(await self._core.store.newest_event())
+        """See whether the store is what it was, take back what has run out, settle what a dead worker was settling."""
+        await self.floors.look()
         for view in await self._core.store.due_leases():
             try:
                 await self.expire(view)
             except CorralError as error:
                 if error.code not in ("conflict", "lease_lost"):
                     raise
-        while (
-            command := await self._core.store.lock_command(self._core.worker, 60_000, kinds=("settle",))
-        ) is not None:
-            found = await self._core.store.get_sandbox(command.sandbox_id, None)
-            if found is not None and found.sandbox.state == "recycling" and fence_of(found).token == command.token:
-                await self.interrupted(found)
-            await self._core.store.finish_command(command.command_id, self._core.worker, {"ok": False, "why": "stale"})
+        await self._settling.take_over()
 
     async def interrupted(self, view: SandboxView) -> None:
-        """Whoever recycled or checked the sandbox is gone: the history of the one is unknown, of the other nothing was changed."""
-        if view.sandbox.sandbox_id in self._settling:
+        """Whoever recycled or checked the sandbox is gone, or stands still: the one is done over, of the other nothing was changed."""
+        if view.sandbox.state == "recycling":
+            self._settling.later(view.sandbox.sandbox_id)
             return
         try:
-            after = await self._lifecycle.fire(view, "claim_lost", cause="claim_lost")
+            await self._lifecycle.fire(view, "claim_lost", cause="claim_lost")
         except CorralError as error:
             if error.code != "conflict":
                 raise
-            return
-        if after.sandbox.state == "sanitizing":
-            work = self._lifecycle.destroy(view.sandbox.sandbox_id, "unknown_history")
-            self._core.spawn(work, f"{view.sandbox.sandbox_id} interrupted", last=True)
-
-    # -- a store that was set back ---------------------------------------------------------------------------------------------
-    async def attach_node(self) -> None:
-        """At the start: the store takes every fence of the node's that is above its own, and the node learns how far the store is."""
-        await self.note_event(await self._core.store.newest_event())
-        await self._adopt_floors()
-
-    async def note_event(self, event_id: int) -> None:
-        """The store has this event; if the node has heard of a later one that is not there any more, the store was set back."""
-        node, store = self._core.node, self._core.store
-        highest = await node.remember_event(event_id)
-        if highest <= event_id:
-            return
-        newest = await store.newest_event()  # an answer that was long under way says nothing
-        if newest < highest:
-            await self.store_regressed(newest, highest)
-
-    async def set_back(self) -> None:
-        """A worker has seen that the store is older than it was."""
-        newest = await self._core.store.newest_event()
-        await self.store_regressed(newest, await self._core.node.remember_event(newest))
-
-    async def store_regressed(self, newest: int, highest: int) -> None:
-        """Nothing is ended: fences go on above what the node has seen, and what the store does not know stays for the operator."""
-        self._core.log(
-            f"store_regressed: its newest event is {newest}, the node has seen {highest}: "
-            "nothing is ended, fences are raised above what the node has seen"
-        )
-        self._core.set_back()
-        self._lifecycle.forget()
-        await self._adopt_floors()
-        await self._core.node.remember_event(newest, accept=True)
-        if unknown := await self.unknown():
-            self._core.log(f"store_regressed: not in the store, left alone: {', '.join(unknown)}; see `corral doctor`")
-
-    async def unknown(self) -> list[str]:
-        """Instances that live on the node and that the store does not know, since it was set back; else nothing."""
-        core = self._core
-        if not await core.node.regressed():
-            return []
-        here = await core.node.instances()
-        states = ("warming", "warm", "bound", "condemned")
-        known = {one.instance_id for one in await core.store.list_instances(core.node.node_id, states=states)}
-        return sorted(set(here) - known)
-
-    async def _adopt_floors(self) -> None:
-        for instance_id, sandbox_id, floor in await self._core.node.floors():
-            await self._adopt_floor(instance_id, sandbox_id, floor)
-
-    async def _adopt_floor(self, instance_id: str, sandbox_id: str, floor: Fence) -> None:
-        core = self._core
-        evidence = {"node": core.node.node_id, "instance": instance_id}
-        view = await core.store.adopt_floor(sandbox_id, floor, evidence)
-        if view is None:
-            return
-        core.log(f"store_regressed: {sandbox_id} goes on at {fence_of(view)}, above {floor} on {core.node.node_id}")
-        core.wakes.ring(sandbox_id)
-        try:
-            await core.node.fence(instance_id, fence_of(view), "adopt")
-        except CorralError as error:  # whoever acquires it brings the fence again
-            core.log(f"{sandbox_id}: {error}")
-
-    async def heard(self, sandbox_id: str, error: CorralError) -> None:
-        """A node refused a fence: if its floor is above the row's, the row is behind, and takes it."""
-        try:
-            floor = Fence.parse(str(error.facts.pop("floor", "")))
-        except ValueError:
-            return
-        view = await self._core.store.get_sandbox(sandbox_id, None)
-        if view is not None and view.instance is not None and fence_of(view) < floor:
-            await self._adopt_floor(view.instance.instance_id, sandbox_id, floor)
 
 
 def _lease(view: SandboxView) -> LeaseRecord:

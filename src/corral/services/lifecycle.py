@@ -84,7 +84,7 @@ class Lifecycle(Transitions):
         self._destroying: dict[str, tuple[asyncio.Task[SandboxView], asyncio.Event]] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.on_recycling: Callable[[str], None] = lambda sandbox_id: None
-        """Called when the end of an exec has let a sandbox come to be recycled: `services.leases` settles it."""
+        """Called when the end of an exec has let a sandbox come to be recycled: `services.settling` settles it."""
 
     def _turn(self, sandbox_id: str) -> asyncio.Lock:
         """Execs of one sandbox begin and end one after another here, or many at once would only conflict with each other."""
@@ -307,7 +307,7 @@ class Lifecycle(Transitions):
         flags = ["attempts_left"] if view.sandbox.incarnation < ATTEMPTS else []
         if error.retryable:
             flags.append("retryable")
-        said = f"{error.detail}; {error.hint}" if error.hint else error.detail
+        said = self._core.told(error)
         outcome = {"ok": False, "code": error.code, "detail": said}
         await self.done(view.sandbox.sandbox_id, ("create_instance",), outcome)
         conditions = {**view.sandbox.conditions, "failed": said}
@@ -325,7 +325,7 @@ class Lifecycle(Transitions):
         except CorralError as error:
             flags = ["attempts_left"] if view.sandbox.incarnation < ATTEMPTS else []
             await self.done(sandbox_id, ("fence",), {"ok": False, "code": error.code, "detail": error.detail})
-            conditions = {**view.sandbox.conditions, "failed": error.detail}
+            conditions = {**view.sandbox.conditions, "failed": self._core.told(error)}
             view = await self.fire(view, "fence_failed", flags, changes={"conditions": conditions})
             await self.remove_instance(instance.instance_id, "fence_failed")
             await self.done(sandbox_id, ("condemn_instance",), {"ok": True})

@@ -192,7 +192,7 @@ class Sandboxes:
         """What a call met because the sandbox was ending under it is told by why the sandbox ends."""
         if error.code in ("lease_lost", "guest_lost", "sandbox_lost", "sandbox_deleted", "not_found", "infra_error"):
             if error.code == "lease_lost":
-                await self.leases.heard(sandbox_id, error)
+                await self.leases.floors.heard(sandbox_id, error)
             view = await self._core.store.get_sandbox(sandbox_id, None)
             if view is not None and view.sandbox.state in ENDING:
                 return gone(view)

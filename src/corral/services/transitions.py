@@ -185,6 +185,8 @@ class Transitions:
 
     def _committed(self, plan: Plan, done: Committed | None) -> SandboxView:
         faults.point("transition.after")
+        if done is not None:
+            self._core.saw_event(done.event_id)
         for transition in plan.transitions:
             if transition.end_execs is not None:
                 self._execs.request_ends(transition.sandbox_id, transition.end_execs)
@@ -270,10 +272,10 @@ class Transitions:
             if kind in EFFECTS
         )
 
-    async def done(self, sandbox_id: str, kinds: Collection[str], outcome: Json, **match: Any) -> None:
-        """Give open commands of these kinds their outcome; `match` compares members of their arguments."""
+    async def done(self, sandbox_id: str, kinds: Collection[str], outcome: Json) -> None:
+        """Give open commands of these kinds their outcome."""
         for command in await self._core.store.open_commands(sandbox_id):
-            if command.kind in kinds and all(command.args.get(name) == value for name, value in match.items()):
+            if command.kind in kinds:
                 await self._core.store.finish_command(command.command_id, self._core.worker, outcome)
 
     async def retrying(

@@ -44,7 +44,7 @@ class Upkeep:
         self.templates = Templates(core, self._living)
         self.workers = Workers(core, lifecycle, executor, sandboxes)
         leases = sandboxes.leases
-        self.workers.on_regression.append(leases.set_back)
+        self.workers.on_regression.append(leases.floors.set_back)
         self.workers.movers |= {"recycling": leases.interrupted, "reuse_checking": leases.interrupted}
         self.workers.movers |= dict.fromkeys(("pausing", "resuming"), sandboxes.pausing.bring_on)
         self._bases_looked_at_ms = core.now_ms()
@@ -62,7 +62,7 @@ class Upkeep:
         core = self._core
         if not core.coordination.alone:  # what is found to be older is so by the store's clock, which a beat brings
             await core.endure(self.workers.beat)
-        await core.endure(self._sandboxes.leases.attach_node)
+        await core.endure(self._sandboxes.leases.floors.attach_node)
         if not core.coordination.alone:
             await self.workers.join()
             return
@@ -245,7 +245,7 @@ class Upkeep:
     async def _leftovers(self) -> list[Json]:
         """What the node finds, and what lives there for nobody that the store knows, since it was set back."""
         found = await self._core.node.leftovers()
-        unknown = await self._sandboxes.leases.unknown()
+        unknown = await self._sandboxes.leases.floors.unknown()
         return found + [{"kind": "unknown_instance", "id": one, "instance_id": one} for one in unknown]
 
     async def _end_abandoned(self) -> None:

@@ -13,9 +13,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from corral.domain.records import ExecRecord, RunRecord, SandboxView
+from corral.domain.records import CommandRecord, ExecRecord, RunRecord, SandboxView
 from corral.errors import CorralError
+from corral.ports.workers import FORGET_MS
 from corral.services.control import Core
+from corral.services.execs import fence_of, instance_of
 from corral.services.executor import Executor
 from corral.services.lifecycle import Lifecycle
 from corral.services.sandboxes import Sandboxes
@@ -23,6 +25,7 @@ from corral.services.sandboxes import Sandboxes
 Json = dict[str, Any]
 MAKING = ("requested", "planning", "allocating", "provisioning", "locking", "ready")
 ENDED = ("sanitizing", "failed", "lost")
+HELD = ("leased", "running", "paused")
 LEFT = "workers"
 """Rung by a worker that leaves: what it drove is free."""
 GAP_S = 0.05
@@ -45,9 +48,12 @@ class Workers:
         self._executor = executor
         self._sandboxes = sandboxes
         self._news = asyncio.Event()
-        self._high_water = 0
         self._count = 0
         """Beats that are in the store."""
+        self._last: tuple[float, int] | None = None
+        """(monotonic seconds, the store's clock) of the last of them."""
+        self._absent = False
+        """Our row was not there, and what that means has not been judged yet."""
         self._older = False
         """The store was found to be older than our last beat, and the others have not been told yet."""
         self._regression_ms = 0
@@ -122,21 +128,28 @@ class Workers:
         self._news.clear()
         rows = await core.store.workers()
         # Our last beat is in the store, else it is older than this beat. The events alone would not tell: others write new ones.
-        mine = next((row.facts.get("beat", 0) for row in rows if row.worker_id == core.worker), 0)
-        self._older = self._older or mine < self._count
+        mine = next((row.facts.get("beat", 0) for row in rows if row.worker_id == core.worker), None)
+        self._older = self._older or (mine is not None and mine < self._count)
+        self._absent = self._absent or (mine is None and self._last is not None)
+        newest = core.newest_event  # what was committed before the beat begins, which sees it
         at = asyncio.get_running_loop().time()
         ttl_ms = round(core.delays["worker_ttl_s"] * 1000)
         facts = {"pid": os.getpid(), "node_id": core.node.node_id, "beat": self._count + 1}
         beat = await core.store.beat(core.worker, ttl_ms, facts, core.watchers.watched, ttl_ms)
         core.beaten(at, beat)
         self._count += 1
-        if self._older or beat.last_event_id < self._high_water:
+        if self._absent and self._last is not None and not forgotten(at - self._last[0], beat.now_ms - self._last[1]):
+            self._older = True
+        self._absent, self._last = False, (at, beat.now_ms)
+        self._older = self._older or beat.last_event_id < newest
+        if self._older:
             core.log("the store is older than it was: it was restored from a copy")
             core.set_back()
             for hook in self.on_regression:
                 await hook()
             self._older = False
-        self._high_water = beat.last_event_id
+            core.newest_event = beat.last_event_id
+        core.saw_event(beat.last_event_id)
         if core.regressed_ms > self._regression_ms:
             at_ms = core.regressed_ms
             await self.regressed()
@@ -236,15 +249,15 @@ class Workers:
             if view is None:
                 outcome = {"ok": False, "code": "not_found"}
             else:
-                outcome = await self._obey(command.kind, command.args, view)
+                outcome = await self._obey(command, view)
             if outcome is not None:
                 await core.store.finish_command(
                     command.command_id, core.worker, {**outcome, "attempt": command.attempt}
                 )
 
-    async def _obey(self, kind: str, args: Json, view: SandboxView) -> Json | None:
+    async def _obey(self, command: CommandRecord, view: SandboxView) -> Json | None:
         """None = not known yet: the transition that ends it brings the outcome, or the claim runs out and it is tried again."""
-        core, row = self._core, view.sandbox
+        core, row, kind, args = self._core, view.sandbox, command.kind, command.args
         if kind == "condemn_instance" and (instance_id := args.get("instance_id")) is not None:
             return {"ok": True} if await self._lifecycle.remove_instance(str(instance_id), "condemned") else None
         if row.state == "terminated":
@@ -258,10 +271,21 @@ class Workers:
                 if instance.sandbox_id == row.sandbox_id:
                     removed &= await self._lifecycle.remove_instance(instance.instance_id, "condemned")
             return {"ok": True} if removed else None
+        if kind in ("fence", "fence_adopt") and row.state in HELD and command.token == fence_of(view).token:
+            return await self._fence(view)
         if row.state not in MAKING:
             return {"ok": True, "cause": "done before"}
         await self._make(view)
         return None
+
+    async def _fence(self, view: SandboxView) -> Json | None:
+        """Whoever took the lease may have ended before the node knew it; what runs by now may be the new holder's."""
+        core = self._core
+        try:
+            await core.node.fence(instance_of(view), fence_of(view), "adopt")
+        except CorralError as error:
+            return None if error.retryable else {"ok": False, "code": error.code, "detail": error.detail}
+        return {"ok": True}
 
     async def stale(self) -> None:
         """Bring on what is on its way from one state to another and has not been moved for a while; end what no run needs any more."""
@@ -306,6 +330,14 @@ class Workers:
         row = view.sandbox
         end = self._lifecycle.lost if row.state in ENDED else self._lifecycle.destroy
         self._core.spawn(_quietly(end(row.sandbox_id, "interrupted")), f"{row.sandbox_id} interrupted", last=True)
+
+
+def forgotten(passed_s: float, passed_ms: int) -> bool:
+    """A worker without a row may have stood still for so long, by either clock, that others have removed it: the row says nothing then.
+
+    The store's clock may have been set back since it removed the row, and ours stands still while a machine sleeps.
+    """
+    return max(passed_s * 1000, passed_ms) > FORGET_MS
 
 
 def _run_of(view: SandboxView) -> str:

@@ -485,19 +485,6 @@ async def test_released_with_keep_what_nobody_is_attached_to_goes_on_and_is_sett
     assert (await world.call("GET", f"/v1/execs/{detached}")).document["result"]["reason"] == "ok"
 
 
-async def test_a_settling_that_was_cut_short_is_an_unknown_history(world, until):
-    box = await made(world)
-    lease = (await attach(world, box)).document["lease"]
-    world.node.fence_gate = asyncio.Event()
-    await with_lease(world, "POST", f"/v1/sandboxes/{box}/release", lease, {})
-    await until(lambda: world.node.fenced[-1][2] == "kill")
-    await world.crash()
-    world.node.fence_gate.set()
-    await world.start()
-    await settled(world, box, until, "terminated")
-    assert (await world.store.get_sandbox(box, None)).sandbox.tainted
-
-
 @pytest.mark.parametrize("stage", ["taken", "checking"])
 async def test_an_acquisition_that_was_cut_short_can_be_made_again(world, until, stage):
     box = await made(world)

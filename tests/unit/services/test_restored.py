@@ -111,7 +111,7 @@ async def test_what_was_seen_of_a_sandbox_before_the_store_was_set_back_is_not_c
     row = two.store._sandboxes[box]  # the same version as was seen, of another history
     two.store._sandboxes[box] = {**row, "tainted": True}
     assert not (await lifecycle.latest(box, "default")).sandbox.tainted, "else this test shows nothing"
-    await services.leases.set_back()
+    await services.leases.floors.set_back()
     now = await lifecycle.latest(box, "default")
     assert now.sandbox.tainted and now.sandbox.version >= seen.sandbox.version
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from corral.domain.records import ExecRecord, RunRecord, SandboxView, WorkerRecord
-from corral.ports.workers import Beat
+from corral.ports.workers import FORGET_MS, Beat
 
 from .memory_base import MemoryBase
 from .rows import EXEC, OPEN_EXEC, RUN, SANDBOX, WORKER, Row, check_ttl, to_json, to_text
 from .sql_text import page_size
-from .workers import FORGET_MS
 
 
 class MemoryWorkers(MemoryBase):
@@ -66,6 +65,26 @@ class MemoryWorkers(MemoryBase):
         def work() -> list[WorkerRecord]:
             found = [WORKER.from_row(row) for row in self._workers.values()]
             return sorted(found, key=lambda worker: (worker.started_at, worker.worker_id))
+
+        return await self._transact(work)
+
+    async def hold_command(self, sandbox_id: str, kind: str, worker_id: str, claim_ms: int) -> bool:
+        check_ttl(claim_ms)
+        to_text(worker_id, "claimed_by")
+
+        def work() -> bool:
+            held = True
+            for key, row in list(self._commands.items()):
+                if row["sandbox_id"] != sandbox_id or row["kind"] != kind or row["done_at"] is not None:
+                    continue
+                by = row["claimed_by"]
+                if by is None or by == worker_id or int(row["claim_until"] or 0) <= self._now or self._dead(by):
+                    attempt = int(row["attempt"] or 0) + (by != worker_id)
+                    claim: Row = {"claimed_by": worker_id, "claim_until": self._now + claim_ms, "attempt": attempt}
+                    self._put(self._commands, key, {**row, **claim})
+                else:
+                    held = False
+            return held
 
         return await self._transact(work)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from corral.domain.records import ExecRecord, RunRecord, SandboxView, WorkerRecord
-from corral.ports.workers import Beat
+from corral.ports.workers import FORGET_MS, Beat
 
 from .rows import EXEC, OPEN_EXEC, RUN, SANDBOX, WORKER, check_ttl, to_json, to_text
 from .sql_text import one_of, page_size
@@ -15,8 +15,6 @@ from .transactions import views
 
 # ruff: noqa: S608 - what is put together are column names of this package
 
-FORGET_MS = 24 * 3600 * 1000
-"""How long the row of a dead worker stays."""
 ALIVE = "SELECT worker_id FROM worker WHERE alive_until > :now"
 
 
@@ -69,6 +67,19 @@ def leave(tx: Tx, worker_id: str) -> None:
 def list_workers(tx: Tx) -> list[WorkerRecord]:
     found = tx.rows(f"SELECT {WORKER.select} FROM worker ORDER BY started_at, worker_id")
     return [WORKER.decode(row) for row in found]
+
+
+def hold_command(tx: Tx, sandbox_id: str, kind: str, worker_id: str, claim_ms: int) -> bool:
+    params = {"sandbox": sandbox_id, "kind": kind, "worker": worker_id, "now": tx.now, "until": tx.now + claim_ms}
+    where = "sandbox_id = :sandbox AND kind = :kind AND done_at IS NULL"
+    tx.rows(
+        "UPDATE sandbox_command SET claimed_by = :worker, claim_until = :until,"
+        " attempt = attempt + CASE WHEN claimed_by = :worker THEN 0 ELSE 1 END"
+        f" WHERE {where} AND (claimed_by IS NULL OR claimed_by = :worker OR claim_until <= :now OR claimed_by IN"
+        " (SELECT worker_id FROM worker WHERE alive_until <= :now))",
+        params,
+    )
+    return not tx.rows(f"SELECT 1 FROM sandbox_command WHERE {where} AND claimed_by <> :worker LIMIT 1", params)
 
 
 def adopt_runs(tx: Tx, worker_id: str, limit: int) -> list[RunRecord]:
@@ -142,6 +153,10 @@ class SqlWorkers(Transacting):
 
     async def workers(self) -> list[WorkerRecord]:
         return await self._read(list_workers)
+
+    async def hold_command(self, sandbox_id: str, kind: str, worker_id: str, claim_ms: int) -> bool:
+        check_ttl(claim_ms)
+        return await self._write(hold_command, sandbox_id, kind, to_text(worker_id, "claimed_by"), claim_ms)
 
     async def adopt_runs(self, worker_id: str, limit: int = 100) -> list[RunRecord]:
         return await self._write(adopt_runs, to_text(worker_id, "run.driver"), limit)

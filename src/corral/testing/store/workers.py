@@ -8,6 +8,7 @@ from typing import Any
 
 from corral.domain.fence import Fence
 from corral.domain.records import Transition
+from corral.ports.workers import FORGET_MS
 from corral.testing.store.bench import EVENT, START_MS, Bench, audit, check, refused
 
 TTL_MS = 5000
@@ -52,7 +53,10 @@ async def a_worker_that_left_is_gone_and_one_dead_for_a_day_too(b: Bench) -> Non
     await b.store.leave("w_2")
     await b.store.leave("w_2")
     assert [row.worker_id for row in await b.store.workers()] == ["w_1", "w_3"]
-    b.clock.now += TTL_MS + 24 * 3600 * 1000 + 10
+    b.clock.now += TTL_MS + FORGET_MS - 3  # as long as the first may have been dead
+    await b.store.beat("w_4", TTL_MS, {})
+    assert [row.worker_id for row in await b.store.workers()] == ["w_1", "w_3", "w_4"]
+    b.clock.now += 10
     await b.store.beat("w_4", TTL_MS, {})
     assert [row.worker_id for row in await b.store.workers()] == ["w_4"]
 
@@ -170,6 +174,34 @@ async def commands_of_a_dead_worker_are_free_at_once_and_of_one_that_left(b: Ben
     await b.store.leave("w_2")
     locked = await b.store.lock_command("w_3", 60_000)
     assert locked is not None and locked.attempt == 3
+
+
+@check
+async def a_held_command_is_nobody_else_s_for_as_long_as_it_is_held_on(b: Bench) -> None:
+    await b.made()
+    await b.made("sbx_2")
+    await b.step(commands=(b.command("cmd_1", kind="settle", claimed_by="w_1"), b.command("cmd_2", kind="fence")))
+    await b.store.beat("w_1", TTL_MS, {})
+    assert await b.store.hold_command("sbx_2", "settle", "w_2", 1000), "there is none that another could hold"
+    assert not await b.store.hold_command("sbx_1", "settle", "w_2", 1000)
+    for _ in range(3):
+        assert await b.store.hold_command("sbx_1", "settle", "w_1", 60_000)
+        b.clock.now += 50_000
+        await b.store.beat("w_1", TTL_MS, {})
+    assert await b.store.lock_command("w_2", 1000, kinds=["settle"]) is None
+    [settle, fence] = await b.store.open_commands("sbx_1")
+    assert (settle.claimed_by, settle.attempt, settle.claim_until) == ("w_1", 1, b.clock.now + 10_000)
+    assert (fence.claimed_by, fence.attempt) == (None, 0), "another kind"
+    b.clock.now += TTL_MS
+    assert await b.store.hold_command("sbx_1", "settle", "w_2", 500), "its holder is dead"
+    assert not await b.store.hold_command("sbx_1", "settle", "w_1", 500)
+    [settle, _] = await b.store.open_commands("sbx_1")
+    assert (settle.claimed_by, settle.attempt, settle.claim_until) == ("w_2", 2, b.clock.now + 500)
+    b.clock.now += 500
+    assert await b.store.hold_command("sbx_1", "settle", "w_3", 500), "its claim has run out"
+    await b.store.finish_command("cmd_1", "w_3", {"ok": True})
+    assert await b.store.hold_command("sbx_1", "settle", "w_1", 500), "it is done"
+    assert [command.kind for command in await b.store.open_commands("sbx_1")] == ["fence"]
 
 
 @check
