@@ -23,6 +23,7 @@ _LOCK_WAIT_S = 60
 def ensure(url: str) -> None:
     """Make the tables of an empty database; `store_error` (not retryable) for another version or a foreign database."""
     with connection(url) as opened:
+        _check_sessions(opened, url)
         found = version(opened, url)
     if found is None:
         run_alembic(url, expected=None)
@@ -45,6 +46,34 @@ def connection(url: str) -> psycopg.Connection[Any]:
         return connected(url)
     except psycopg.Error as error:
         raise refusal(error, described(url)) from error
+
+
+def _check_sessions(opened: psycopg.Connection[Any], url: str) -> None:
+    """Refuse a pooler that gives the session of one client to the next: locks, settings and prepared statements would go astray."""
+    backend = _backend(opened)
+    if backend == opened.info.backend_pid:
+        return  # nobody stands between
+    with connection(url) as other:
+        try:
+            with other.transaction():
+                kept = _backend(other) != backend
+        except (
+            psycopg.errors.ProtocolViolation
+        ):  # one that gives it to the next after each statement has no transactions
+            kept = False
+    if not kept:
+        raise CorralError(
+            "store_error",
+            f"{described(url)} is reached through a pooler that keeps no sessions",
+            hint="give the database URL of PostgreSQL itself, or let the pooler keep sessions (PgBouncer: pool_mode = session)",
+            retryable=False,
+        )
+
+
+def _backend(opened: psycopg.Connection[Any]) -> int:
+    """The server's process, which a pooler does not tell."""
+    [(backend,)] = opened.execute("SELECT pg_backend_pid()").fetchall()
+    return int(backend)
 
 
 def version(opened: psycopg.Connection[Any], url: str) -> str | None:

@@ -2,9 +2,9 @@
 
 A session lock of the database, on a connection of its own: a process that is the only owner takes it alone, workers of `corral serve
 --replicas` share it, those of one state directory only: the node of another one knows none of the sandboxes that the database names,
-so workers that asked it would take them all for lost. It ends with the connection, so whoever died is no obstacle for long, even one whose machine is gone. A connection
-that breaks is made again and the lock taken again; if somebody else has it by then, that is told at once and once, and this process is
-out.
+so workers that asked it would take them all for lost. It ends with the connection, so whoever died is no obstacle for long, even one
+whose machine is gone. A connection that breaks is made again and the lock taken again; if somebody else has it by then, that is told at
+once and once, and this process is out.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ LOOK_S = 2.0
 TAKE_S = 12.0
 """How long is waited for one that is ending: longer than the server takes to notice that its machine is gone."""
 PAUSE_S = 0.25
+_SEEN = 3
+"""How often in a row somebody else has to be seen with it."""
 _KEY = "SELECT hashtextextended(current_schema()::text, 109330312618348)"
 """One lock for each set of tables."""
 _HOME = "SELECT hashtextextended(current_schema()::text || ' ' || %s, 109330312618348)"
@@ -116,14 +118,14 @@ class PostgresHold:
             self._other = True
             return False
         word = "pg_try_advisory_lock_shared" if self._shared else "pg_try_advisory_lock"
-        got = connection.execute(f"SELECT {word}(%s)", row).fetchone()
+        got = connection.execute(f"SELECT {word}(%s), pg_backend_pid()", row).fetchone()
         if got is not None and got[0]:
             if self._shared and self._strangers(connection, row[0]):  # who came at the same moment: both go back
                 connection.execute("SELECT pg_advisory_unlock_shared(%s)", row)
-                self._other = True
+                self._other = False  # for no longer than we had it
                 self._stop.wait(random.uniform(0.0, PAUSE_S))
                 return False
-            self._backend = connection.info.backend_pid
+            self._backend = int(got[1])  # the driver knows only what a pooler says
             return True
         holders = connection.execute(_HOLDERS, row).fetchall()
         self._other = any(pid != self._backend and name != self._name for pid, name in holders)
@@ -172,8 +174,10 @@ class PostgresHold:
     def _again(self) -> bool:
         """The lock on a new connection; a session of our own that only ends slowly is waited for."""
         until = time.monotonic() + TAKE_S
+        seen = 0
         while not self._taken():
-            if self._other or time.monotonic() >= until:
+            seen = seen + 1 if self._other else 0  # seen once it may be on its way back
+            if seen >= _SEEN or time.monotonic() >= until:
                 return False
             if self._stop.wait(PAUSE_S):
                 return True
