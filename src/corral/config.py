@@ -353,13 +353,21 @@ def prepare_state(state_dir: str) -> None:
 
 def data_document(path: str, cache_dir: str) -> Any:
     """The parsed YAML of `path`, through a cache keyed by the content's digest. A bad file is `invalid_value` naming it."""
-    import hashlib
-
     try:
         with open(path, "rb") as file:
             raw = file.read()
     except OSError as error:
         raise CorralError("invalid_value", f"cannot read {path}: {error.strerror}", field=path) from error
+    try:
+        return parsed_yaml(raw, cache_dir)
+    except ValueError as error:
+        raise CorralError("invalid_value", f"{path}: {error}", field=path) from error
+
+
+def parsed_yaml(raw: bytes, cache_dir: str) -> Any:
+    """The document in `raw`, through the same cache; ValueError says what is wrong with it."""
+    import hashlib
+
     cached = os.path.join(cache_dir, hashlib.sha256(b"1\0" + raw).hexdigest() + ".json")
     try:
         with open(cached, encoding="utf-8") as text:
@@ -371,13 +379,16 @@ def data_document(path: str, cache_dir: str) -> Any:
     try:
         document = yaml.safe_load(raw)
     except yaml.YAMLError as error:
-        raise CorralError("invalid_value", f"{path}: {error}", field=path) from error
+        raise ValueError(str(error)) from error
     try:
+        kept = json.dumps(document)
+        if json.loads(kept) != document:  # what JSON has no words for, such as keys that are numbers
+            return document
         os.makedirs(cache_dir, mode=0o700, exist_ok=True)
         temporary = f"{cached}.{os.getpid()}"
         with open(temporary, "w", encoding="utf-8") as text:
-            json.dump(document, text)
+            text.write(kept)
         os.replace(temporary, cached)
-    except (OSError, TypeError):
+    except (OSError, TypeError, ValueError, RecursionError):
         pass  # a cache that cannot be written costs time, nothing else
     return document

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 import sqlite3
 from pathlib import Path
@@ -141,3 +142,23 @@ def test_an_issuer_that_could_not_be_trusted_is_refused_by_name(tmp_path: Path, 
     with pytest.raises(CorralError) as refused:
         config.load(str(tmp_path), {})
     assert refused.value.code == "invalid_value" and f"config.toml: {named}" in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "document"),
+    [
+        ("a: [1, x, null, true]\n", {"a": [1, "x", None, True]}),
+        ("1: one\n2: yes\n", {1: "one", 2: True}),
+        ("day: 2026-01-02\n", {"day": datetime.date(2026, 1, 2)}),
+    ],
+)
+def test_a_document_from_the_cache_is_the_one_that_was_parsed(tmp_path: Path, text: str, document: object) -> None:
+    assert config.parsed_yaml(text.encode(), str(tmp_path / "cache")) == document
+    assert config.parsed_yaml(text.encode(), str(tmp_path / "cache")) == document
+
+
+def test_a_document_that_holds_itself_is_parsed_and_not_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        document = config.parsed_yaml(b"a: &here [*here]\n", str(tmp_path / "cache"))
+        assert document["a"][0] is document["a"]
+    assert not (tmp_path / "cache").exists()

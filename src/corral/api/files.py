@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import AsyncIterator, Mapping
-from email.utils import formatdate
 from typing import Any
 
 from corral.api.calls import (
@@ -118,6 +117,8 @@ def _user(document: Json) -> str:
 
 
 def _headers(info: FileInfo) -> dict[str, str]:
+    from email.utils import formatdate  # loads ten modules, which only a download needs
+
     seconds = min(max(info.mtime_ns // 10**9, 0), 253_402_300_799)
     return {
         "Accept-Ranges": "bytes",

@@ -12,7 +12,6 @@ if that one is.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
@@ -227,6 +226,8 @@ def read_name(text: str) -> str:
         raise ValueError("the name of a host is too long")
     name = text
     if not name.isascii():
+        import unicodedata  # a megabyte, and most names are plain
+
         name = unicodedata.normalize("NFKC", name.translate(_DOTS)).translate(_DOTS)
         if any(ord(c) < 128 and c.lower() not in _LDH and c != "." for c in name):
             raise ValueError(f"{text[:60]!r} is no name of a host")

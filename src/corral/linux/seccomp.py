@@ -23,7 +23,6 @@ import json
 import os
 import struct
 from functools import cache
-from importlib import resources
 from typing import Any
 
 _LD, _JEQ, _JGE, _JSET, _AND, _RET = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -42,8 +41,9 @@ _Op = tuple[
 
 @cache
 def _data() -> dict[str, Any]:
-    text = resources.files("corral.linux").joinpath("seccomp_data.json").read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
+    path = os.path.join(os.path.dirname(__file__), "seccomp_data.json")  # importlib.resources costs 5 modules
+    with open(path, encoding="utf-8") as file:
+        loaded: dict[str, Any] = json.load(file)
     return loaded
 
 

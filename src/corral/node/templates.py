@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from corral import config
 from corral.errors import CorralError
 from corral.linux import userns
 from corral.node import templates_confined, templates_debian
@@ -107,7 +108,7 @@ class Templates:
         stamp = (info.st_mtime_ns, info.st_size)
         known = self._parsed.get(path)
         if known is None or known[0] != stamp:
-            known = self._parsed[path] = (stamp, load(path))
+            known = self._parsed[path] = (stamp, load(path, str(self._state / "cache")))
             if known[1].name != path.stem:
                 raise CorralError("invalid_value", f"template recipe {path.name}: its name is {known[1].name}")
         return known[1]
@@ -127,7 +128,7 @@ class Templates:
 
     def add_file(self, path: str, name: str | None = None) -> str:
         """Make the recipe in a file known; -> its name. Paths in it are relative to where it lies."""
-        recipe = load(path)
+        recipe = load(path, str(self._state / "cache"))
         here = os.path.dirname(os.path.abspath(path))
         changes: Json = {} if name is None else {"name": name}
         for member in ("archive", "image"):
@@ -515,13 +516,13 @@ def _busy(name: str) -> CorralError:
     )
 
 
-def load(path: str | os.PathLike[str]) -> Recipe:
-    """The recipe in a YAML file; `invalid_value` names what is wrong with it."""
-    import yaml  # costs 50 ms, needed for building and listing only
-
+def load(path: str | os.PathLike[str], cache: str) -> Recipe:
+    """The recipe in a YAML file, through the cache of such files; `invalid_value` names what is wrong with it."""
+    raw = Path(path).read_bytes()
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raw.decode("utf-8")
+        document = config.parsed_yaml(raw, cache)
+    except ValueError as error:
         told = " ".join(str(error).split())[:300]
         raise CorralError("invalid_value", f"template recipe {path}: {told}", hint="mend the recipe") from None
     return parse(document, Path(path).name)
