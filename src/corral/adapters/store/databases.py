@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -255,7 +256,7 @@ class PostgresDatabase:
         environment = dict(os.environ)
         if (password := parts.pop("password", None)) is not None:
             environment["PGPASSWORD"] = str(password)  # other users see the words of a command, not its environment
-        with _new_file(path) as part:
+        with _new_file(path) as part, _kept_from_the_words(parts, environment):
             words = [program, "--format=custom", "--no-owner", "--no-privileges", f"--file={part}"]
             made = subprocess.run(
                 [*words, f"--dbname={make_conninfo(**parts)}"],
@@ -270,6 +271,32 @@ class PostgresDatabase:
                     "store_error", f"pg_dump failed: {told}", hint="it must be at least as new as the server"
                 )
         return os.path.getsize(path)
+
+
+@contextlib.contextmanager
+def _kept_from_the_words(parts: dict[str, Any], environment: dict[str, str]) -> Iterator[None]:
+    """What else is secret in a URL (that of a client's key, of OAuth) goes by a service file: no variable is read for it."""
+    secret = {name: str(parts.pop(name)) for name in _SECRET if name in parts}
+    if not secret:
+        yield
+        return
+    if "service" in parts or "\n" in "".join(secret.values()):
+        raise CorralError(
+            "invalid_value",
+            f"a backup cannot pass on {' and '.join(sorted(secret))} of this database URL",
+            hint="write it into the service file that the URL names",
+            field="database_url",
+            retryable=False,
+        )
+    with tempfile.NamedTemporaryFile("w", prefix="corral-service-") as file:  # which is its owner's alone
+        file.write("[corral]\n" + "".join(f"{name}={value}\n" for name, value in secret.items()))
+        file.flush()
+        environment["PGSERVICEFILE"] = file.name
+        parts["service"] = "corral"
+        yield
+
+
+_SECRET = ("sslpassword", "oauth_client_secret")
 
 
 def _pg_dump() -> str:

@@ -377,6 +377,13 @@ def test_a_backup_gets_the_password_without_showing_it(tmp_path: Path, monkeypat
         monkeypatch.setattr("corral.adapters.store.databases.subprocess.run", seen)
         assert PostgresDatabase(server.url(name, tcp=True)).backup(str(tmp_path / "copy")) > 0
         assert words and not any(PASSWORD in word or "pass%3A" in word for word in words)
+        words.clear()
+        more = f"{server.url(name, tcp=True)}?sslpassword=of-the-key"
+        assert PostgresDatabase(more).backup(str(tmp_path / "another")) > 0
+        assert words and not any("of-the-key" in word for word in words)
+        with pytest.raises(CorralError) as caught:
+            PostgresDatabase(f"{more}&service=mine").backup(str(tmp_path / "third"))
+        assert "of-the-key" not in f"{caught.value} {caught.value.hint}"
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
