@@ -21,6 +21,7 @@ import pytest
 
 from corral.adapters.nodes.remote import RemoteNode
 from corral.client import Corral, CorralError
+from corral.services.settling import SETTLE_S
 from postgres_server import PostgresServer
 from redis_server import RedisServer
 from replica_server import Replicas, until
@@ -356,6 +357,31 @@ def test_a_node_that_hangs_is_named_by_readyz_in_time(server: Replicas) -> None:
     finally:
         server.end("node", number=signal.SIGCONT)
     server.ready()
+
+
+def test_a_node_that_hangs_for_longer_than_a_settling_may_take_and_a_replica_that_dies_meanwhile_end_no_sandbox(
+    server: Replicas,
+) -> None:
+    with server.client() as client:
+        sandbox = client.sandboxes.create(runtime="bubblewrap")
+        with sandbox.lease("s/1"):
+            sandbox.exec(["sh", "-c", "echo kept > kept; echo left > /tmp/left"])
+            server.end("node", number=signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            until(lambda: sandbox.refresh().state == "recycling", "the lease has ended")
+            server.end("replica")
+            until(lambda: len(server.children("replica")) == 2, "a new replica")
+            while time.monotonic() - began < SETTLE_S + 10:  # by then a single attempt has been given up
+                assert sandbox.refresh().state == "recycling"
+                time.sleep(1)
+        finally:
+            server.end("node", number=signal.SIGCONT)
+        with sandbox.lease("s/2", contention="wait", wait_s=60):
+            shown = sandbox.exec(["sh", "-c", "cat kept; [ ! -e /tmp/left ] || echo left"])
+        assert (shown.exit_code, shown.stdout.text) == (0, "kept\n")
+        events = [event["event"] for event in server.get(f"/v1/sandboxes/{sandbox.id}")[2]["history"]]
+        assert events.count("settled") >= 1 and "failed" not in events and "claim_lost" not in events
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from corral.services.events import Caller
 from corral.services.execs import Execs, fence_of, instance_of
 from corral.services.floors import Floors
 from corral.services.lifecycle import Lifecycle
-from corral.services.settling import Settling
+from corral.services.settling import UNSETTLED, Settling
 from corral.services.transitions import Plan, gone
 
 Json = dict[str, Any]
@@ -241,8 +241,9 @@ class Leases:
         await self._barrier(view, "adopt" if choice.kind == "take_over" else "kill")
         faults.point("lease.fenced")
         if view.sandbox.state == "reuse_checking":
+            changes = await self._clean(view)
             plan = Plan(view)
-            lifecycle.step(plan, "verdict_reuse", done=(lifecycle.finishing(FENCING, {"ok": True}),))
+            lifecycle.step(plan, "verdict_reuse", changes=changes, done=(lifecycle.finishing(FENCING, {"ok": True}),))
             view = await lifecycle.commit(plan)
             if choice.kind == "go_on" and (digest is None or _lease(view).request_digest != digest):
                 return None  # or two calls would be told the same fence
@@ -250,6 +251,20 @@ class Leases:
             self._core.spawn(self._fenced(view), f"{view.sandbox.sandbox_id} fenced")
         lease = _lease(view)
         return Held(view, lease, max(0, lease.expires_at - lease.heartbeat_at))
+
+    async def _clean(self, view: SandboxView) -> Json:
+        """Do what could not be done when the last lease ended, as the sandbox stood still; -> what changes by that."""
+        row = view.sandbox
+        if UNSETTLED not in row.conditions:
+            return {}
+        left = await self._settling.clean(view)
+        if left is None:
+            return {"conditions": {name: value for name, value in row.conditions.items() if name != UNSETTLED}}
+        after = await self._lifecycle.fire(view, "probe_failed", cause="unknown_history", metadata={"left": left})
+        self._core.log(f"{row.sandbox_id} is not used again: {left}")
+        work = self._lifecycle.destroy(row.sandbox_id, "unknown_history")
+        self._core.spawn(work, f"{row.sandbox_id} unsettled", last=True)
+        raise gone(after)
 
     async def _barrier(self, view: SandboxView, mode: Any) -> None:
         """Node and guest know the fence; `conflict` when they know a newer one: look again."""
@@ -388,7 +403,9 @@ class Leases:
             if len(attached) < len(execs):
                 flags.append("detached_execs")
         plan = Plan(view)
-        self._lifecycle.step(plan, event, flags, cause=cause)
+        stands = view.sandbox.state == "paused"
+        unsettled = {"conditions": {**view.sandbox.conditions, UNSETTLED: True}} if stands else None
+        self._lifecycle.step(plan, event, flags, cause=cause, changes=unsettled)
         [step] = plan.transitions
         assert step.lease is not None
         change = replace(step.lease, if_expired=only_expired, if_held=not only_expired)

@@ -38,6 +38,8 @@ USERS = ("sandbox", "root")
 AWAY = ("node_unavailable", "store_error", "shutting_down")
 """Errors that say nothing about the sandbox."""
 GONE = ("sandbox_lost", "guest_lost", "not_found")
+UNSETTLED = "unsettled"
+"""Condition of a sandbox whose lease ended while it stood still: nothing can be cleaned in it then, so its next owner waits for that."""
 
 
 class Settling:
@@ -75,7 +77,7 @@ class Settling:
             left: str | None
             try:
                 async with asyncio.timeout(SETTLE_S):
-                    left = await self._cleaned(view)
+                    left = await self.clean(view)
             except TimeoutError:
                 slow += await self._answers()
                 if slow < SLOW:
@@ -117,7 +119,7 @@ class Settling:
             return False
         return True
 
-    async def _cleaned(self, view: SandboxView) -> str | None:
+    async def clean(self, view: SandboxView) -> str | None:
         """End all that runs and remove what is temporary; -> what is left, None: nothing."""
         node, sandbox_id, fence = self._core.node, view.sandbox.sandbox_id, fence_of(view)
         instance_id = instance_of(view)

@@ -311,6 +311,44 @@ async def test_leases_run_out_and_time_to_live_ends_while_the_node_hangs(world, 
     await settled(world, box, until)
 
 
+@pytest.mark.parametrize("how", ["release", "expiry"])
+async def test_what_was_left_by_a_lease_that_ended_while_the_sandbox_was_paused_is_gone_for_its_next_owner(
+    world, until, how
+):
+    box, instance, lease = await used(world)
+    path = f"/v1/sandboxes/{box}"
+    assert (await with_lease(world, "POST", f"{path}/pause", lease)).document["state"] == "paused"
+    if how == "release":
+        assert (await with_lease(world, "POST", f"{path}/release", lease, {})).document["state"] == "paused"
+    else:
+        world.offset_ms += 61_000
+
+    async def ended() -> bool:
+        return (await world.call("GET", path)).document["lease"] is None
+
+    await until(ended)
+    assert (await world.call("GET", path)).document["conditions"] == {"unsettled": True}
+    assert (await world.call("POST", f"{path}/resume")).document["state"] == "idle"
+    away = CorralError("node_unavailable", "the node does not answer")
+    world.node.fence_error = away
+    assert code(await attach(world, box, "s/2")) == "node_unavailable"
+    world.node.fence_error = None
+    assert (await attach(world, box, "s/2")).status == 200
+    assert world.node.tmp[instance] == ["/workspace/kept"]
+    assert (await world.call("GET", path)).document["conditions"] == {}
+
+
+async def test_a_sandbox_that_was_paused_and_cannot_be_cleaned_after_is_nobody_s_any_more(world, until):
+    box, _, lease = await used(world)
+    world.node.sticky.add("/tmp/a")
+    path = f"/v1/sandboxes/{box}"
+    await with_lease(world, "POST", f"{path}/pause", lease)
+    await with_lease(world, "POST", f"{path}/release", lease, {})
+    await world.call("POST", f"{path}/resume")
+    assert code(await attach(world, box, "s/2")) == "sandbox_deleted"
+    await settled(world, box, until, "terminated")
+
+
 # -- what is known of a fence ------------------------------------------------------------------------------------------------------
 
 
