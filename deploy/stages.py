@@ -55,6 +55,8 @@ class Stages:
         self.bin = Path(sys.executable).parent
         self.counts: Counter[str] = Counter()
         self.failed: list[str] = []
+        self.names: list[str] = []
+        """The tests that failed, as pytest tells them: named once more at the end, where a log that is cut short still has them."""
         self.began = time.monotonic()
 
     def run(self, stage: str) -> None:
@@ -83,7 +85,7 @@ class Stages:
             print(f"no tests in {', '.join(names)}")
             return 0
         workers = str(max(2, min(4, os.cpu_count() or 2)))
-        command = [sys.executable, "-m", "pytest", "-n", workers, "-rs", "--durations", "20", "--durations-min", "2"]
+        command = [sys.executable, "-m", "pytest", "-n", workers, "-rfEs", "--durations", "20", "--durations-min", "2"]
         command += folders
         if stage == "unit":
             command += ["-m", "not slow"] if self.fast else []
@@ -94,6 +96,8 @@ class Stages:
             print(line, end="", flush=True)
             if COUNTS.search(line) and " in " in line:
                 last = line
+            if line.startswith(("FAILED tests/", "ERROR tests/")):
+                self.names.append(line.rstrip("\n")[:500])
         status = child.wait()
         for number, word in COUNTS.findall(last):
             self.counts["error" if word.startswith("error") else word] += int(number)
@@ -106,6 +110,8 @@ class Stages:
         words = ("failed", "error", "passed", "skipped", "xfailed", "xpassed")
         counts = {"passed": self.counts["passed"], "failed": self.counts["failed"]}
         counts |= {word: self.counts[word] for word in words if self.counts[word]}
+        for name in self.names:
+            print(name)
         if self.failed:
             print(f"failed stages: {', '.join(self.failed)}")
         line = ", ".join(f"{number} {word}" for word, number in counts.items())
