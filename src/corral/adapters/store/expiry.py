@@ -12,7 +12,7 @@ from corral.ports.expiry import Due
 from .rows import SANDBOX
 from .sql_text import one_of, page_size
 from .transacting import Transacting, Tx
-from .transactions import views
+from .views import views
 
 # ruff: noqa: S608 - what is put together are column names of this package
 

@@ -12,10 +12,11 @@ from corral.domain.identity import DEFAULT_TENANT, KeyRecord, KeyView, TenantRec
 from corral.domain.records import AuditRecord, Idempotency
 from corral.errors import CorralError
 
+from .repeats import claim_key
 from .rows import AUDIT, KEY, TENANT, USER, Row, to_text
 from .sql_text import page_size
+from .trail import add_audit
 from .transacting import Transacting, Tx
-from .transactions import _claim_key, add_audit
 
 # ruff: noqa: S608 - what is put together are column names of this package
 
@@ -72,7 +73,7 @@ def is_rotated(key_id: str) -> CorralError:
 
 # -- tenants -------------------------------------------------------------------------------------------------------------------------
 def create_tenant(tx: Tx, row: Row, audit: Row, idem: Idempotency | None) -> tuple[TenantRecord, bool]:
-    known = _claim_key(tx, idem, str(row["tenant_id"]))
+    known = claim_key(tx, idem, str(row["tenant_id"]))
     if known is not None:
         found = get_tenant(tx, known)
         if found is None:
@@ -154,7 +155,7 @@ def delete_tenant(tx: Tx, tenant_id: str, audit: Row) -> TenantRecord:
 def create_user(tx: Tx, row: Row, audit: Row, idem: Idempotency | None) -> tuple[UserRecord, bool]:
     tenant_id, user_id = str(row["tenant_id"]), str(row["user_id"])
     _locked(tx, tenant_id)
-    known = _claim_key(tx, idem, user_id)
+    known = claim_key(tx, idem, user_id)
     if known is not None:
         found = get_user(tx, tenant_id, known)
         if found is None:
@@ -226,7 +227,7 @@ def delete_user(tx: Tx, tenant_id: str, user_id: str, audit: Row) -> None:
 # -- keys ----------------------------------------------------------------------------------------------------------------------------
 def create_key(tx: Tx, row: Row, audit: Row, idem: Idempotency | None) -> tuple[KeyRecord, bool]:
     _locked(tx, str(row["tenant_id"]))
-    known = _claim_key(tx, idem, str(row["key_id"]))
+    known = claim_key(tx, idem, str(row["key_id"]))
     if known is not None:
         return _made_before(tx, known, row)
     if row["user_id"] is not None:
@@ -272,7 +273,7 @@ def rotate_key(
 ) -> tuple[KeyRecord, bool]:
     old = _key_of(tx, key_id, tenant_id)
     _locked(tx, old.tenant_id)
-    known = _claim_key(tx, idem, str(row["key_id"]))
+    known = claim_key(tx, idem, str(row["key_id"]))
     if known is not None:
         return _made_before(tx, known, row)
     # Read again: what was decided over has to be what the lock holds.

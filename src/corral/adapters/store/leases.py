@@ -13,9 +13,11 @@ from corral.errors import CorralError
 from corral.ports.leases import Renewal, Seen
 
 from .rows import EVENT, LEASE, SANDBOX, Row, check_ttl, lease_lost, not_found, renewed_expiry, to_text
+from .rules import check_holder
 from .sql_text import one_of, page_size
+from .trail import add_event
 from .transacting import Transacting, Tx
-from .transactions import add_event, check_holder, get_sandbox, views
+from .views import get_sandbox, views
 
 # ruff: noqa: S608 - what is put together are column names of this package
 

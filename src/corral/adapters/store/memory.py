@@ -63,15 +63,8 @@ from .rows import (
     to_json,
     to_text,
 )
+from .rules import changed_lease, check_expired, check_holder, check_monotone, check_move, new_command
 from .sql_text import page_size
-from .transactions import (
-    changed_lease,
-    check_expired,
-    check_holder,
-    check_monotone,
-    check_move,
-    new_command,
-)
 
 T = TypeVar("T")
 _ABSENT: Any = object()

@@ -8,28 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from corral.domain.records import (
-    Idempotency,
-    SandboxView,
-)
+from corral.domain.records import Idempotency, SandboxView
 from corral.errors import CorralError
 from corral.ports.repeats import KEY_LIFE_MS
 
-from .rows import (
-    INSTANCE,
-    LEASE,
-    SANDBOX,
-    Row,
-    Shape,
-    conflict,
-    idempotency_conflict,
-    not_found,
-    superseded,
-)
+from .rows import INSTANCE, LEASE, SANDBOX, Row, Shape, conflict, idempotency_conflict, not_found, superseded
+from .rules import check_idempotency
 from .sql_text import page_size
-from .transactions import (
-    check_idempotency,
-)
 
 T = TypeVar("T")
 _ABSENT: Any = object()

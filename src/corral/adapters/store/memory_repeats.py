@@ -7,8 +7,8 @@ from corral.ports.repeats import DELIVERY_LIFE_MS, KEY_LIFE_MS
 
 from .memory_base import MemoryBase
 from .rows import idempotency_conflict
+from .rules import check_idempotency
 from .sql_text import page_size
-from .transactions import check_idempotency
 
 
 class MemoryRepeats(MemoryBase):

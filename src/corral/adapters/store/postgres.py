@@ -20,7 +20,7 @@ import psycopg
 from corral import faults
 from corral.errors import CorralError
 
-from . import migrate_postgres, transactions
+from . import installation, migrate_postgres
 from .postgres_session import Interrupted, Session, Unanswered, described, refusal
 from .threaded import Jobs, StoreThread, ThreadedStore
 from .transacting import Tx
@@ -193,4 +193,4 @@ class PostgresStore(ThreadedStore[_Worker]):
     def _prepare(self, thread: _Worker) -> str:
         proposal = self._new_id("org") if self._new_id is not None else secrets.token_hex(16)
         migrate_postgres.ensure(self._url)
-        return thread.transact(lambda tx: transactions.installation_id(tx, proposal))
+        return thread.transact(lambda tx: installation.installation_id(tx, proposal))

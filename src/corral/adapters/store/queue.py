@@ -13,9 +13,9 @@ from corral.ports.queue import Drift, Entry, QueuedRun, TenantUse
 
 from .reserving import AMOUNTS, TOGETHER, Sums, amounts_of, change, enqueue, lock, run_admitted
 from .rows import RUN, Row, conflict, not_found, superseded, to_text
+from .runs import update_run
 from .sql_text import one_of, page_size
 from .transacting import Transacting, Tx
-from .transactions import update_run
 
 # ruff: noqa: S608 - what is put together are column names of this package
 

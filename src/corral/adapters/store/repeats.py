@@ -6,13 +6,48 @@ from corral.domain.records import Idempotency
 from corral.ports.repeats import DELIVERY_LIFE_MS, KEY_LIFE_MS
 
 from .rows import idempotency_conflict
+from .rules import check_idempotency
 from .sql_text import page_size
 from .transacting import Transacting, Tx
-from .transactions import check_idempotency
 
 # ruff: noqa: S608 - what is put together are column names of this package
 
 _KEY = "tenant_id, route, request_key"
+
+
+def claim_key(tx: Tx, idem: Idempotency | None, resource_id: str) -> str | None:
+    """None if the key is new, or too old to count (now it belongs to `resource_id`), else the id of what it made before."""
+    if idem is None:
+        return None
+    check_idempotency(idem)
+    key = {"tenant": idem.tenant_id, "route": idem.route, "key": idem.key}
+    while True:
+        # Where several transactions run at once, this one waits here for another that has inserted the key and is not committed.
+        fresh = tx.rows(
+            "INSERT INTO idempotency_key (tenant_id, route, request_key, body_digest, resource_id, created_at)"
+            " VALUES (:tenant, :route, :key, :digest, :resource, :now)"
+            " ON CONFLICT (tenant_id, route, request_key) DO UPDATE SET body_digest = :digest, resource_id = :resource,"
+            " created_at = :now WHERE idempotency_key.created_at <= :old RETURNING resource_id",
+            {
+                **key,
+                "digest": idem.body_digest,
+                "resource": resource_id,
+                "now": tx.now,
+                "old": tx.now - KEY_LIFE_MS,
+            },
+        )
+        if fresh:
+            return None
+        found = tx.rows(
+            "SELECT body_digest, resource_id FROM idempotency_key"
+            " WHERE tenant_id = :tenant AND route = :route AND request_key = :key",
+            key,
+        )
+        if found:  # else it was old, and has been removed between the two
+            [(digest, known)] = found
+            if digest != idem.body_digest:
+                raise idempotency_conflict(idem.route, idem.key)
+            return str(known)
 
 
 def made_under(tx: Tx, idem: Idempotency) -> str | None:

@@ -27,7 +27,7 @@ from corral.domain.records import (
 )
 from corral.ports.queue import Charge, Ticket
 
-from . import transactions
+from . import commands, execs, runs, trail, transactions, views
 from .expiry import SqlExpiry
 from .identity import SqlIdentity
 from .leases import SqlLeases
@@ -61,7 +61,7 @@ class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExp
         idempotency: Idempotency | None = None,
         ticket: Ticket | None = None,
     ) -> tuple[RunRecord, bool]:
-        return await self._write(transactions.submit_run, RUN.encode(run), AUDIT.encode(audit), idempotency, ticket)
+        return await self._write(runs.submit_run, RUN.encode(run), AUDIT.encode(audit), idempotency, ticket)
 
     async def update_run(
         self,
@@ -74,7 +74,7 @@ class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExp
     ) -> RunRecord:
         row = AUDIT.encode(audit) if audit is not None else None
         return await self._write(
-            transactions.update_run, run_id, tuple(expect_states), RUN.encode_changes(changes), row, driver
+            runs.update_run, run_id, tuple(expect_states), RUN.encode_changes(changes), row, driver
         )
 
     async def finish_run(
@@ -88,7 +88,7 @@ class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExp
         driver: str | None = None,
     ) -> RunRecord:
         return await self._write(
-            transactions.finish_run,
+            runs.finish_run,
             run_id,
             to_json(result, "run.result"),
             to_text(reason, "run.reason"),
@@ -98,15 +98,15 @@ class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExp
         )
 
     async def get_run(self, run_id: str, tenant_id: str) -> RunRecord | None:
-        return await self._read(transactions.get_run, run_id, tenant_id)
+        return await self._read(runs.get_run, run_id, tenant_id)
 
     async def list_runs(
         self, tenant_id: str, *, states: Sequence[str] | None = None, after: str | None = None, limit: int = 100
     ) -> list[RunRecord]:
-        return await self._read(transactions.list_runs, tenant_id, states, after, limit)
+        return await self._read(runs.list_runs, tenant_id, states, after, limit)
 
     async def open_runs(self) -> list[RunRecord]:
-        return await self._read(transactions.open_runs)
+        return await self._read(runs.open_runs)
 
     # -- sandboxes -------------------------------------------------------------------------------------------------------------
     async def create_sandbox(
@@ -136,19 +136,19 @@ class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExp
         return await self._write(transactions.commit_transition, encode_transition(transition))
 
     async def get_sandbox(self, sandbox_id: str, tenant_id: str | None) -> SandboxView | None:
-        return await self._read(transactions.get_sandbox, sandbox_id, tenant_id)
+        return await self._read(views.get_sandbox, sandbox_id, tenant_id)
 
     async def list_sandboxes(
         self, tenant_id: str | None, *, states: Sequence[str] | None = None, after: str | None = None, limit: int = 100
     ) -> list[SandboxView]:
-        return await self._read(transactions.list_sandboxes, tenant_id, states, after, limit)
+        return await self._read(views.list_sandboxes, tenant_id, states, after, limit)
 
     async def history(self, sandbox_id: str, limit: int = 1000) -> list[EventRecord]:
         """The newest `limit` events, oldest first."""
-        return await self._read(transactions.history, sandbox_id, limit)
+        return await self._read(trail.history, sandbox_id, limit)
 
     async def add_event(self, event: EventRecord) -> int:
-        return await self._write(transactions.add_event, EVENT.encode(event))
+        return await self._write(trail.add_event, EVENT.encode(event))
 
     async def renew_lease(self, sandbox_id: str, owner: str, fence: Fence, ttl_ms: int) -> LeaseRecord:
         check_ttl(ttl_ms)
@@ -163,13 +163,13 @@ class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExp
         return await self._write(transactions.update_instance, instance_id, tuple(expect_states), state, text)
 
     async def list_instances(self, node_id: str, *, states: Sequence[str] | None = None) -> list[InstanceRecord]:
-        return await self._read(transactions.list_instances, node_id, states)
+        return await self._read(views.list_instances, node_id, states)
 
     # -- execs -----------------------------------------------------------------------------------------------------------------
     async def create_exec(
         self, record: ExecRecord, fence: Fence, *, idempotency: Idempotency | None = None, tenant_id: str = "default"
     ) -> tuple[ExecRecord, bool]:
-        return await self._write(transactions.create_exec, EXEC.encode(record), fence, idempotency, tenant_id)
+        return await self._write(execs.create_exec, EXEC.encode(record), fence, idempotency, tenant_id)
 
     async def begin_exec(
         self,
@@ -185,7 +185,7 @@ class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExp
         if renew is not None:
             check_ttl(renew[1])
         row, step = EXEC.encode(record), encode_transition(transition)
-        return await self._write(transactions.begin_exec, row, fence, step, renew, idempotency, tenant_id, driver)
+        return await self._write(execs.begin_exec, row, fence, step, renew, idempotency, tenant_id, driver)
 
     async def end_exec(
         self,
@@ -197,7 +197,7 @@ class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExp
         others: Transition | None = None,
     ) -> ExecRecord:
         return await self._write(
-            transactions.end_exec,
+            execs.end_exec,
             exec_id,
             EXEC.encode_changes(changes),
             encode_done(done),
@@ -206,36 +206,36 @@ class SqlStore(SqlQueue, SqlIdentity, SqlLeases, SqlWorkers, SqlWebhooks, SqlExp
         )
 
     async def update_exec(self, exec_id: str, *, expect_states: Sequence[str], changes: dict[str, Any]) -> ExecRecord:
-        return await self._write(transactions.update_exec, exec_id, tuple(expect_states), EXEC.encode_changes(changes))
+        return await self._write(execs.update_exec, exec_id, tuple(expect_states), EXEC.encode_changes(changes))
 
     async def get_exec(self, exec_id: str, tenant_id: str | None) -> ExecRecord | None:
-        return await self._read(transactions.get_exec, exec_id, tenant_id)
+        return await self._read(execs.get_exec, exec_id, tenant_id)
 
     async def open_execs(self, sandbox_id: str | None = None) -> list[ExecRecord]:
-        return await self._read(transactions.open_execs, sandbox_id)
+        return await self._read(execs.open_execs, sandbox_id)
 
     async def list_execs(self, sandbox_id: str) -> list[ExecRecord]:
-        return await self._read(transactions.list_execs, sandbox_id)
+        return await self._read(execs.list_execs, sandbox_id)
 
     # -- commands --------------------------------------------------------------------------------------------------------------
     async def lock_command(
         self, worker: str, claim_ms: int, *, kinds: Sequence[str] | None = None
     ) -> CommandRecord | None:
         check_ttl(claim_ms)
-        return await self._write(transactions.lock_command, to_text(worker, "claimed_by"), claim_ms, kinds)
+        return await self._write(commands.lock_command, to_text(worker, "claimed_by"), claim_ms, kinds)
 
     async def finish_command(self, command_id: str, worker: str, outcome: dict[str, Any]) -> bool:
         """Only the worker whose claim it is may finish it, run out or not; False for everybody else."""
         text = to_json(outcome, "sandbox_command.outcome")
-        return await self._write(transactions.finish_command, command_id, worker, text)
+        return await self._write(commands.finish_command, command_id, worker, text)
 
     async def open_commands(self, sandbox_id: str | None = None) -> list[CommandRecord]:
-        return await self._read(transactions.open_commands, sandbox_id)
+        return await self._read(commands.open_commands, sandbox_id)
 
     # -- audit -----------------------------------------------------------------------------------------------------------------
     async def add_audit(self, audit: AuditRecord) -> int:
-        return await self._write(transactions.add_audit, AUDIT.encode(audit))
+        return await self._write(trail.add_audit, AUDIT.encode(audit))
 
     async def list_audit(self, tenant_id: str, *, subject: str | None = None, limit: int = 1000) -> list[AuditRecord]:
         """The newest `limit` rows, oldest first."""
-        return await self._read(transactions.list_audit, tenant_id, subject, limit)
+        return await self._read(trail.list_audit, tenant_id, subject, limit)

@@ -16,10 +16,8 @@ from typing import Any, TypeVar
 from corral import faults
 from corral.errors import CorralError
 
-from . import migrate, transactions
-from .rows import (
-    conflict,
-)
+from . import installation, migrate
+from .rows import conflict
 from .threaded import Jobs, StoreThread, ThreadedStore
 from .transacting import Tx
 
@@ -156,4 +154,4 @@ class SqliteStore(ThreadedStore[_Worker]):
                 hint="does the state directory exist, and may this user write to it?",
                 retryable=False,
             ) from error
-        return thread.transact(lambda tx: transactions.installation_id(tx, proposal))
+        return thread.transact(lambda tx: installation.installation_id(tx, proposal))

@@ -11,7 +11,7 @@ from corral.ports.workers import FORGET_MS, Beat
 from .rows import EXEC, OPEN_EXEC, RUN, SANDBOX, WORKER, check_ttl, to_json, to_text
 from .sql_text import one_of, page_size
 from .transacting import Transacting, Tx
-from .transactions import views
+from .views import views
 
 # ruff: noqa: S608 - what is put together are column names of this package
 
