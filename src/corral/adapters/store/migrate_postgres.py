@@ -18,6 +18,8 @@ from .postgres_session import connected, described, refusal
 
 _LOCK = int.from_bytes(b"corral_m", "big")
 _LOCK_WAIT_S = 60
+_TABLE_WAIT_S = 5
+"""How long a table is waited for: whoever comes after us to it waits behind us, and servers that go on wait no longer than 10 s."""
 
 
 def ensure(url: str) -> None:
@@ -123,6 +125,7 @@ def run_alembic(url: str, revision: str = "head", *, down: bool = False, expecte
             transaction.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_WAIT_S}s'")
             transaction.exec_driver_sql("SET LOCAL statement_timeout = 0")
             transaction.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
+            transaction.exec_driver_sql(f"SET LOCAL lock_timeout = '{_TABLE_WAIT_S}s'")
             raw: Any = transaction.connection.dbapi_connection
             if version(raw, url) != expected:
                 return  # somebody was quicker
@@ -131,6 +134,9 @@ def run_alembic(url: str, revision: str = "head", *, down: bool = False, expecte
     except sqlalchemy.exc.SQLAlchemyError as error:
         where = described(url)
         cause = getattr(error, "orig", None)
+        if isinstance(cause, psycopg.errors.LockNotAvailable):
+            told = f"the tables in {where} cannot be changed: somebody else has had them for too long"
+            raise CorralError("store_error", told, hint="does a backup run? nothing has changed: try again") from error
         if isinstance(cause, psycopg.Error):
             why = refusal(cause, where)
             told = f"the tables cannot be changed: {why.detail}"

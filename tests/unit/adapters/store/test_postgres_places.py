@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from urllib.parse import quote
 
 import psycopg
 import pytest
 
-from corral.adapters.store import migrate
+from corral.adapters.store import migrate, migrate_postgres
 from corral.adapters.store.databases import PostgresDatabase
 from corral.adapters.store.postgres import PostgresStore
 from corral.adapters.store.postgres_hold import PostgresHold
@@ -97,3 +98,26 @@ def test_a_downgrade_is_refused_while_an_owner_that_is_no_worker_drives_it(postg
     finally:
         hold.close()
     assert PostgresDatabase(url).downgrade(migrate.REVISIONS[0]) == (migrate.HEAD, migrate.REVISIONS[0])
+
+
+def test_an_upgrade_behind_a_long_reader_holds_up_nobody_for_long(postgres_server: PostgresServer) -> None:
+    url = postgres_server.fresh_database()
+    migrate_postgres.run_alembic(url, migrate.REVISIONS[0], expected=None)
+    with psycopg.connect(url) as reader, psycopg.connect(url, autocommit=True) as server:
+        reader.execute("SELECT count(*) FROM run")  # as a backup: its transaction stays open
+        failed: list[CorralError] = []
+
+        def upgrade() -> None:
+            try:
+                PostgresDatabase(url).upgrade()
+            except CorralError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=upgrade)
+        thread.start()
+        server.execute("SET lock_timeout = '30s'")
+        while thread.is_alive():  # a server that goes on; it fails if it has to wait as long as that
+            server.execute("SELECT count(*) FROM run")
+            thread.join(0.05)
+        assert failed and failed[0].retryable and "backup" in str(failed[0].hint)
+    assert PostgresDatabase(url).upgrade() == (migrate.REVISIONS[0], migrate.HEAD)
