@@ -17,9 +17,10 @@ from corral.api import sse
 from corral.api.auth import Gate, Watch, refused
 from corral.api.keys import AdminKey
 from corral.api.pieces import encoded, written
-from corral.api.problems import discreet, problem, read_body
+from corral.api.problems import problem, read_body
 from corral.api.routes import Reply, Request, dispatch
 from corral.api.turns import Turns
+from corral.domain.discretion import Discretion
 from corral.errors import CorralError
 from corral.services.control import Services
 from corral.services.events import Caller
@@ -34,6 +35,7 @@ DRAIN_S = 10.0
 STRANGER_BYTES, STRANGER_S = 1024 * 1024, 1.0
 NOBODY = Caller(owner="nobody", scopes=frozenset())
 """Who has not shown a key."""
+TO_STRANGERS = Discretion(())
 OPEN_TO_ALL = ("/healthz", "/readyz")
 STREAMED = ("PUT",)
 """Methods whose handler reads the body itself, block by block."""
@@ -153,7 +155,7 @@ class Application:
             try:
                 caller = await self._gate.caller(request, (scope.get("client") or ("",))[0])
             except CorralError as error:
-                return discreet(error), NOBODY
+                return TO_STRANGERS.error(error), NOBODY
         if len(request.path) + len(scope.get("query_string", b"")) > MAX_TARGET:
             hint = "what is long belongs into the body"
             return CorralError("url_too_long", f"the URL has more than {MAX_TARGET} bytes", hint=hint), NOBODY
@@ -346,7 +348,7 @@ async def _answer(reply: Reply, receive: Receive, send: Send, head: bool, turns:
                 return None
             first = begun.result()
         except CorralError as error:
-            return await _answer(_problem(error), receive, send, head, turns)
+            return await _answer(_problem(reply.seen(error)), receive, send, head, turns)
         finally:
             left.cancel()
             begun.cancel()
@@ -410,7 +412,8 @@ async def _wire(reply: Reply, turns: Turns) -> AsyncIterator[bytes]:
                 continue
             try:
                 event = pending.result()
-            except CorralError as error:
+            except CorralError as failure:
+                error = reply.seen(failure)
                 retry = f"retry: {sse.RETRY_MS}\n" if error.retryable else ""
                 yield f"event: error\n{retry}data: {json.dumps(error.to_problem())}\n\n".encode()
                 return

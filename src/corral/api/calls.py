@@ -40,7 +40,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer: a document, or raw bytes, or events. `text` tells how events are put on a wire."""
+    """One answer: a document, or raw bytes, or events. `text` tells how events are put on a wire.
+
+    `seen`: how an error that comes on the way is told to the caller.
+    """
 
     status: int = 200
     document: Json | None = None
@@ -49,6 +52,18 @@ class Reply:
     events: AsyncIterator[StreamEvent] | None = None
     text: bool = True
     media_type: str = "application/json"
+    seen: Callable[[CorralError], CorralError] = lambda error: error
+
+
+def seen_by(services: Services, caller: Caller) -> Callable[[CorralError], CorralError]:
+    """How errors are told to him: while the service stops they mean nothing, and only an admin hears what lies where."""
+    core = services.core
+
+    def seen(error: CorralError) -> CorralError:
+        error = core.as_seen(error)
+        return error if ADMIN in caller.scopes else core.discretion.error(error)
+
+    return seen
 
 
 Handler = Callable[..., Awaitable[Reply]]

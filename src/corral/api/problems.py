@@ -25,16 +25,6 @@ def problem(error: CorralError) -> tuple[int, dict[str, Any], dict[str, str]]:
     return error.status, error.to_problem(), headers
 
 
-def discreet(error: CorralError) -> CorralError:
-    """The same error for whoever does not run the installation: not where its store is, nor as whom it is asked."""
-    if error.code != "store_error":
-        return error
-    hint = "try again in a moment" if error.retryable else "corral doctor tells the operator more"
-    return CorralError(
-        error.code, "the store does not answer as it should", hint=hint, retryable=error.retryable, **error.facts
-    )
-
-
 async def read_body(body: bytes | AsyncIterator[bytes], limit: int = MAX_BODY) -> bytes:
     """The whole body, or `too_large` as soon as it passes `limit`."""
     if isinstance(body, bytes):

@@ -28,9 +28,10 @@ from corral.api.calls import (
     integer_of,
     object_of,
     seconds_of,
+    seen_by,
     until_stop,
 )
-from corral.api.problems import MAX_BODY, discreet, problem, read_body
+from corral.api.problems import MAX_BODY, problem, read_body
 from corral.api.rate import check_rate
 from corral.domain.identity import ADMIN, READ, RUN, check_may
 from corral.domain.quantities import shown
@@ -61,10 +62,9 @@ async def dispatch(services: Services, request: Request) -> Reply:
             services.core.check_accepting()
         if "tenant" in request.query and route.is_tenants_own:
             request = replace(request, caller=await identity.acting(services, request, route))
-        return await route.handler(services, request, **parts)
+        return replace(await route.handler(services, request, **parts), seen=seen_by(services, request.caller))
     except CorralError as error:
-        seen = services.core.as_seen(error)
-        status, document, headers = problem(seen if ADMIN in request.caller.scopes else discreet(seen))
+        status, document, headers = problem(seen_by(services, request.caller)(error))
         return Reply(status, document, headers, media_type="application/problem+json")
     except Exception as error:
         services.core.log(f"unexpected: {request.method} {request.path}: {traceback.format_exc()}")

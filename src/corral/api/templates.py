@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from corral.api.calls import Reply, Request, document_of, seconds_of
+from corral.api.calls import Json, Reply, Request, document_of, seconds_of, seen_by
 from corral.domain.identity import ADMIN
 from corral.domain.quantities import shown
 from corral.errors import CorralError
@@ -13,12 +13,26 @@ BUILD_WAIT_S = 600.0
 
 
 async def list_templates(services: Services, request: Request) -> Reply:
-    return Reply(200, {"items": await services.templates.every(), "next": None})
+    items = [_as_seen(services, request, known) for known in await services.templates.every()]
+    return Reply(200, {"items": items, "next": None})
 
 
 async def get_template(services: Services, request: Request, name: str) -> Reply:
     whose = None if ADMIN in request.caller.scopes else request.caller.tenant_id
-    return Reply(200, await services.templates.get(name, seconds_of(request, "wait", 0.0), whose))
+    document = await services.templates.get(name, seconds_of(request, "wait", 0.0), whose)
+    return Reply(200, _as_seen(services, request, document))
+
+
+def _as_seen(services: Services, request: Request, document: Json) -> Json:
+    """Why it is not there, and what a build says, without what lies where; all of it for an admin."""
+    if ADMIN in request.caller.scopes:
+        return document
+    discretion, seen = services.core.discretion, seen_by(services, request.caller)
+    reason, build = document["reason"], document["build"]
+    if build is not None:
+        error = build["error"] and seen(CorralError.from_problem(build["error"])).to_problem()
+        build = {**build, "text": discretion.text(build["text"]), "error": error}
+    return {**document, "reason": reason and discretion.text(reason), "build": build}
 
 
 async def build_template(services: Services, request: Request) -> Reply:

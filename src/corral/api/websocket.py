@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 from corral.api import sse
-from corral.api.calls import Request, choice_of, until_stop
+from corral.api.calls import Request, choice_of, seen_by, until_stop
 from corral.api.problems import decode, problem
 from corral.api.rate import check_rate
 from corral.api.routes import check_scope, exec_socket, match
@@ -75,7 +75,7 @@ async def serve(
         services.core.check_open()
         await services.sandboxes.get_exec(request.caller, exec_id)
     except CorralError as error:
-        await _refuse(services.core.as_seen(error), send)
+        await _refuse(seen_by(services, request.caller)(error), send)
         return
     await send({"type": "websocket.accept"})
     await _Connection(services, request, exec_id, binary, receive, send, turns).run(start)
@@ -122,7 +122,7 @@ class _Connection:
                 return
             code, reason = closed.code, closed.reason
         except CorralError as error:
-            error = self._services.core.as_seen(error)
+            error = self._seen(error)
             await self._say({"type": "error", **_without_type(error)})
             code, reason = (1012 if error.code == "shutting_down" else 1008), error.code
         finally:
@@ -131,6 +131,9 @@ class _Connection:
             await asyncio.gather(*work, return_exceptions=True)
         with contextlib.suppress(OSError, RuntimeError):  # it may have gone in this moment
             await self._to_client({"type": "websocket.close", "code": code, "reason": reason})
+
+    def _seen(self, error: CorralError) -> CorralError:
+        return seen_by(self._services, self._request.caller)(error)
 
     # -- to the client ---------------------------------------------------------------------------------------------------------
     async def _say(self, document: Json) -> None:
@@ -210,7 +213,7 @@ class _Connection:
             try:
                 await self._do(document)
             except CorralError as error:
-                error = self._services.core.as_seen(error)
+                error = self._seen(error)
                 if error.code == "shutting_down":
                     raise error from None
                 await self._say({"type": "error", "of": document["type"], **_without_type(error)})

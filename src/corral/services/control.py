@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from corral.domain.discretion import Discretion
 from corral.domain.ids import new_id
 from corral.domain.policy import Policy
 from corral.domain.quota import QuotaRules
@@ -179,6 +181,19 @@ class Core:
         """`shutting_down` once whoever waits here should go on waiting elsewhere."""
         if self.leaving or self.closing:
             raise CorralError("shutting_down", "the service is stopping")
+
+    @cached_property
+    def discretion(self) -> Discretion:
+        """What is not for tenants: where this installation lies."""
+        state, package = os.path.dirname(os.path.abspath(self.artifacts)), os.path.dirname(os.path.dirname(__file__))
+        return Discretion((state, os.path.realpath(state), package))
+
+    def told(self, error: CorralError) -> str:
+        """What results and histories, which tenants read, say of a failure. If that is not all of it, the log has the rest."""
+        seen = self.discretion.error(error)
+        if seen is not error:
+            self.log(f"told without what lies where: {error}")
+        return f"{seen.detail}; {seen.hint}" if seen.hint else seen.detail
 
         An attempt may have been committed although it says that it failed, so `work` must be safe to repeat. `shutting_down` once
         the service stops: the next one goes on.

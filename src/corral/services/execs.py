@@ -269,6 +269,8 @@ class Execs:
                 await self._core.node.forget_exec(record.exec_id)
                 facts = await self._attempt(record, instance_id, spec, end, watch)
             facts = await self._core.endure(lambda: self._because(record.exec_id, facts))
+            if facts.infra is not None:
+                facts = replace(facts, infra=self._core.discretion.text(facts.infra))
         finally:
             self.forget(record.exec_id)
         watch.switch("collecting")

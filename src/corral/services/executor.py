@@ -369,7 +369,7 @@ class Executor:
             if error.code == "superseded":
                 raise _Superseded from error
             reason = error.code if error.code in OUTCOMES else "infra_error"
-            hint = f"{error.detail}; {error.hint}" if error.hint else error.detail
+            hint = self._core.told(error)
             started = flight.started if flight.started is not False else error.facts.get("started", False)
             return without(reason, hint, started)
         except Exception as error:

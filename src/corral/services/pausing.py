@@ -156,7 +156,8 @@ class Pausing:
         if view.sandbox.state != UNDER_WAY[event]:
             return view
         plan = Plan(view)
-        outcome: Json = {"ok": True} if failed is None else {"ok": False, "code": failed.code, "detail": failed.detail}
+        core = self._core
+        outcome: Json = {"ok": True} if failed is None else {"ok": False, "code": failed.code, "detail": core.told(failed)}
         self._lifecycle.step(
             plan,
             done,

@@ -163,7 +163,7 @@ async def test_what_ends_a_run_after_its_build_does_not_deny_the_build(world, mo
             raise CorralError("store_error", "the disk is full")
         return await step(self, flight, request, view, name, *rest)
 
-    for instead, reason, word in ((cancelled, "cancelled", "before the program"), (broken, "infra_error", "disk")):
+    for instead, reason, word in ((cancelled, "cancelled", "before the program"), (broken, "infra_error", "store")):
         world.node.starts.clear()
         monkeypatch.setattr(Executor, "_step", instead)
         run = (await world.call("POST", "/v1/runs", {"code": "x", "language": "javascript"})).document
