@@ -615,6 +615,7 @@ async def make_services(
     """The services over the ports. Without `coordination` this process is the only worker."""
     from corral.adapters.coordination.inprocess import InProcess
     from corral.adapters.delivery.http import HttpSender
+    from corral.adapters.sealing.aes import AesSealer
     from corral.domain.policy import Policy
     from corral.domain.request import HostCaps
     from corral.domain.runner import Names, Runner
@@ -653,6 +654,7 @@ async def make_services(
         worker=settings.worker or "owner",
         unsafe=settings.unsafe,
         sender=HttpSender(),
+        sealer=AesSealer(os.path.join(settings.state_dir, "secret.key"), os.urandom),
         progress=progress,
     )
     os.makedirs(core.artifacts, mode=0o700, exist_ok=True)

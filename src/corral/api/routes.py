@@ -192,7 +192,7 @@ async def _run_document(
 
 
     document = await document_of(request)
-    key = idempotency_of(request, "POST /v1/runs", document)
+    key = idempotency_of(request, "POST /v1/runs", services.queue.compared(document))
     run = await services.runs.submit(request.caller, document, key, wait)
     answer = await _run_document(services, request, run, output, view)
     location = {"Location": f"/v1/runs/{run.run_id}"}

@@ -43,7 +43,10 @@ class WebhookStore(Protocol):
         status: int | None = None,
         error: str | None = None,
     ) -> bool:
-        """What became of a claimed attempt: `delivered`, `failed`, or `pending` again in `retry_ms`. False if the claim is lost."""
+        """What became of a claimed attempt: `delivered`, `failed`, or `pending` again in `retry_ms`. False if the claim is lost.
+
+        With the first two the secret of the row is gone.
+        """
         ...
 
     async def delivery_of(self, run_id: str, tenant_id: str) -> Delivery | None:

@@ -20,6 +20,7 @@ from corral.errors import CorralError
 from corral.ports.coordination import Coordination
 from corral.ports.delivery import Sender
 from corral.ports.node import Node, Progress
+from corral.ports.sealing import Sealer, Unsealed
 from corral.ports.store import Store
 from corral.ports.workers import Beat
 from corral.services.documents import Documents
@@ -75,6 +76,8 @@ class Core:
     unsafe: frozenset[str] = frozenset()
     sender: Sender | None = None
     """What opens the connections of webhooks; None = none are delivered here."""
+    sealer: Sealer = field(default_factory=Unsealed)
+    """What secrets go through on their way into the store and out of it."""
     progress: Progress | None = None
     wakes: Wakes = field(default_factory=Wakes)
     watchers: Watchers = field(default_factory=Watchers)

@@ -53,7 +53,16 @@ class Queue:
         except ValueError as error:
             hint = "a host that can be reached from here; the operator names private ranges (webhooks.private)"
             raise CorralError("invalid_value", str(error), hint=hint, field="/webhook") from error
+        if hook.secret is not None:
+            hook = replace(hook, secret=core.sealer.seal(hook.secret, hook.delivery_id))
         return Ticket(core.quota, hook)
+
+    def compared(self, document: Any) -> Any:
+        """The request as a repetition is compared with it: the secret of the webhook as a mark, since what is compared is kept."""
+        hook = document.get("webhook") if isinstance(document, dict) else None
+        if isinstance(hook, dict) and isinstance(secret := hook.get("secret"), str):
+            return {**document, "webhook": {**hook, "secret": self._core.sealer.mark(secret)}}
+        return document
 
     @staticmethod
     def stored(document: Json) -> Json:

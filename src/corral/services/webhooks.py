@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from corral.domain.addresses import Address, judge, read_host
@@ -158,10 +160,30 @@ class Webhooks:
         return found
 
     async def _secrets(self, delivery: Delivery) -> list[str]:
-        if delivery.secret is not None:
-            return [delivery.secret]
-        mine = await self._core.store.webhook_secrets(delivery.tenant_id, self._new_secret())
+        try:
+            if delivery.secret is not None:
+                return [self._core.sealer.unseal(delivery.secret, delivery.delivery_id)]
+            mine = await self._of_tenant(delivery.tenant_id)
+        except ValueError as error:
+            raise DeliveryError(f"the secret cannot be read here: {error}") from error
+        except CorralError as error:
+            if error.code != "infra_error":
+                raise
+            raise DeliveryError(f"no secret can be made here: {error.detail}") from error
         return [mine.secret] if mine.old_secret is None else [mine.secret, mine.old_secret]
+
+    async def _of_tenant(self, tenant_id: str) -> Secrets:
+        """What the tenant's deliveries are signed with; ValueError if it cannot be read here."""
+        fresh = self._new_secret()
+        found = await self._core.store.webhook_secrets(tenant_id, self._core.sealer.seal(fresh, tenant_id))
+        return self._readable(found, tenant_id)
+
+    def _readable(self, sealed: Secrets, tenant_id: str) -> Secrets:
+        """An old one that cannot be read any more is left out."""
+        secret, old = self._core.sealer.unseal(sealed.secret, tenant_id), None
+        with suppress(ValueError):
+            old = sealed.old_secret and self._core.sealer.unseal(sealed.old_secret, tenant_id)
+        return replace(sealed, secret=secret, old_secret=old, old_until=None if old is None else sealed.old_until)
 
     def _new_secret(self) -> str:
         return new_secret(self._core.entropy(24))
@@ -188,16 +210,21 @@ class Webhooks:
 
     async def secret(self, caller: Caller) -> Json:
         """What the tenant's deliveries are signed with, where a run names no secret of its own."""
-        return _secret_document(await self._core.store.webhook_secrets(caller.tenant_id, self._new_secret()))
+        try:
+            return _secret_document(await self._of_tenant(caller.tenant_id))
+        except ValueError as error:
+            hint = "put back secret.key of the state directory, or make a new secret: POST /v1/webhooks/secret/rotate"
+            raise CorralError("infra_error", f"the secret cannot be read here: {error}", hint=hint) from error
 
     async def rotate(self, caller: Caller) -> Json:
         """A new secret; the old one signs beside it for a day."""
         core = self._core
-        fresh = await core.store.rotate_webhook_secret(caller.tenant_id, self._new_secret(), OVERLAP_MS)
+        sealed = core.sealer.seal(self._new_secret(), caller.tenant_id)
+        fresh = await core.store.rotate_webhook_secret(caller.tenant_id, sealed, OVERLAP_MS)
         await core.store.add_audit(
             AuditRecord(caller.tenant_id, caller.actor, "webhook.secret_rotated", caller.tenant_id, {})
         )
-        return _secret_document(fresh)
+        return _secret_document(self._readable(fresh, caller.tenant_id))
 
 
 def _secret_document(secrets: Secrets) -> Json:

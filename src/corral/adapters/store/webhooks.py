@@ -36,9 +36,10 @@ def claim_deliveries(tx: Tx, worker: str, claim_ms: int, limit: int) -> list[Del
 
 
 def tried(now: int, state: str, retry_ms: int | None, status: int | None, error: str | None) -> Row:
-    """The columns that an attempt leaves (both stores)."""
+    """The columns that an attempt leaves (both stores). What is over needs no secret any more."""
     pending = state == "pending"
     return {
+        **({} if pending else {"secret": None}),
         "state": state,
         "next_at": now + (retry_ms or 0) if pending else None,
         "claimed_by": None,

@@ -80,7 +80,7 @@ class RunRequest:
     """How long it may wait in the queue; None = what the policy says."""
     expected_s: float | None = None
     """How long the caller thinks that it will run: what it costs in the queue."""
-    webhook: Any = None
+    webhook: Any = field(default=None, repr=False)
     """Whom to tell of its end: a URL, or an object; read by `domain.webhook`."""
 
 

@@ -9,11 +9,12 @@ from corral.ports.queue import Ticket
 from corral.testing.store.bench import Bench, audit, check, key_of
 
 URL = "https://hooks.example/a?b=c"
+SECRET = "a secret of the caller"  # noqa: S105 - it is nobody's
 
 
 async def hooked(b: Bench, run_id: str = "run_1", *, end: bool = True) -> str:
     """A run with a webhook; -> the id of its delivery."""
-    hook = NewWebhook(f"whd_{run_id}", URL, "a secret of the caller")
+    hook = NewWebhook(f"whd_{run_id}", URL, SECRET)
     await b.store.submit_run(b.run(run_id), audit(run_id), key_of(run_id), Ticket(webhook=hook))
     if end:
         await b.store.finish_run(run_id, result={}, reason="ok", timings={}, audit=audit(run_id))
@@ -76,6 +77,19 @@ async def an_attempt_that_failed_is_made_again_later(b: Bench) -> None:
     done = await b.store.delivery_of("run_1", "default")
     assert done is not None and (done.state, done.last_status, done.last_error) == ("delivered", 204, None)
     assert done.done_at is not None and done.next_at is None and done.claimed_by is None
+
+
+@check
+async def the_secret_of_a_delivery_is_kept_while_it_is_needed_and_no_longer(b: Bench) -> None:
+    for state in ("delivered", "failed"):
+        name = await hooked(b, f"run_{state}")
+        await b.store.claim_deliveries("w", 1000)
+        await b.store.delivery_tried(name, "w", state="pending", retry_ms=0, status=503)
+        [again] = await b.store.claim_deliveries("w", 1000)
+        assert again.secret == SECRET
+        await b.store.delivery_tried(name, "w", state=state, status=204)
+        done = await b.store.delivery_of(f"run_{state}", "default")
+        assert done is not None and (done.state, done.secret, done.url) == (state, None, URL)
 
 
 @check
