@@ -197,7 +197,7 @@ def choice_of(request: Request, name: str, choices: tuple[str, ...], default: st
 
 
 async def until_stop(services: Services, source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEvent]:
-    """The same events; when the service stops, the client is sent to the next owner at once."""
+    """The same events; once the service stops, or others serve, the client is sent there at once, in the middle of much too."""
     core = services.core
     departing = asyncio.ensure_future(core.departing.wait())
     pending: asyncio.Future[StreamEvent | None] | None = None

@@ -16,8 +16,8 @@ from corral.api import expiry, files, identity, leases, pausing, queue, sse, tem
 from corral.api.calls import (
     ANY_KEY,
     ANYBODY,
-    Reply,
     Json,
+    Reply,
     Request,
     Route,
     choice_of,
@@ -35,8 +35,8 @@ from corral.api.problems import MAX_BODY, problem, read_body
 from corral.api.rate import check_rate
 from corral.domain.identity import ADMIN, READ, RUN, check_may
 from corral.domain.quantities import shown
-from corral.domain.result import refusal
 from corral.domain.records import RunRecord
+from corral.domain.result import refusal
 from corral.errors import CorralError
 from corral.services import readiness
 from corral.services.control import Services
@@ -181,9 +181,6 @@ async def _primed(source: AsyncIterator[StreamEvent]) -> AsyncIterator[StreamEve
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------------------
-async def submit_run(services: Services, request: Request) -> Reply:
-    wait = seconds_of(request, "wait", DEFAULT_WAIT_S)
-    output, view = _view(request)
 async def _run_document(
     services: Services, request: Request, run: RunRecord, output: bool = True, view: int | None = None
 ) -> Json:
@@ -191,6 +188,9 @@ async def _run_document(
     return await queue.whole(services, run, document)
 
 
+async def submit_run(services: Services, request: Request) -> Reply:
+    wait = seconds_of(request, "wait", DEFAULT_WAIT_S)
+    output, view = _view(request)
     document = await document_of(request)
     key = idempotency_of(request, "POST /v1/runs", services.queue.compared(document))
     run = await services.runs.submit(request.caller, document, key, wait)

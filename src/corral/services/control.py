@@ -85,13 +85,13 @@ class Core:
     """Nothing new is taken; what is under way goes on."""
     refusing: CorralError | None = None
     """Why, where it is not a stop."""
-    closing: bool = False
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set with `closing`, for those who wait for something else."""
     leaving: bool = False
     """Others serve from now on: who waits or follows here is sent to them, with what there is."""
     departing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with `leaving` or `closing`, for those who wait for something else."""
+    closing: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with `closing`, for those who wait for something else."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     """Work that may be dropped at a stop: the next owner finds it in the store."""
     last: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -171,19 +171,16 @@ class Core:
         if self.draining or self.closing:
             raise CorralError("shutting_down", "the service is stopping and takes nothing new")
 
+    def check_staying(self) -> None:
+        """`shutting_down` once whoever waits here should go on waiting elsewhere."""
+        if self.leaving or self.closing:
+            raise CorralError("shutting_down", "the service is stopping")
+
     def as_seen(self, error: CorralError) -> CorralError:
         """While the service stops, its own failures mean nothing: the caller should ask the next owner."""
         if (self.closing and error.status >= 500) or (error.code == "cursor_gone" and self.closing):
             return CorralError("shutting_down", "the service is stopping")
         return error
-
-    async def endure(self, work: Callable[[], Awaitable[T]]) -> T:
-        """`work`, and again for as long as the store does not answer: for what was accepted and has to come to its end.
-
-    def check_staying(self) -> None:
-        """`shutting_down` once whoever waits here should go on waiting elsewhere."""
-        if self.leaving or self.closing:
-            raise CorralError("shutting_down", "the service is stopping")
 
     @cached_property
     def discretion(self) -> Discretion:
@@ -197,6 +194,9 @@ class Core:
         if seen is not error:
             self.log(f"told without what lies where: {error}")
         return f"{seen.detail}; {seen.hint}" if seen.hint else seen.detail
+
+    async def endure(self, work: Callable[[], Awaitable[T]]) -> T:
+        """`work`, and again for as long as the store does not answer: for what was accepted and has to come to its end.
 
         An attempt may have been committed although it says that it failed, so `work` must be safe to repeat. `shutting_down` once
         the service stops: the next one goes on.
@@ -285,26 +285,26 @@ class Core:
 
         return self.spawn(lasting(), name)
 
-    def close(self) -> None:
-        """From now on nothing new begins, and whoever waits is told to ask the next owner."""
-        self.closing = True
-        self.stopping.set()
-        self.wakes.ring_all()
-
-    async def stop(self, drain_s: float) -> None:
-        """Drop what the next owner can take up, after the last things have had `drain_s` seconds."""
-        self.close()
     def leave(self) -> None:
         """Others serve from now on: nothing new begins, waits end with what there is, streams end and go on there. The rest goes on."""
         self.draining = self.leaving = True
         self.departing.set()
         self.wakes.ring_all()
 
+    def close(self) -> None:
+        """From now on nothing new begins, and whoever waits is told to ask the next owner."""
+        self.closing = True
+        self.stopping.set()
+        self.departing.set()
+        self.wakes.ring_all()
+
+    async def stop(self, drain_s: float) -> None:
+        """Drop what the next owner can take up, after the last things have had `drain_s` seconds."""
+        self.close()
         until = asyncio.get_running_loop().time() + drain_s
         while self.last and (left := until - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(set(self.last), timeout=left)
         for task in [*self.tasks, *self.last]:
-        self.departing.set()
             task.cancel()
         rest = [*self.tasks, *self.last]
         if rest:

@@ -108,9 +108,9 @@ class Webhooks:
         retry_ms = next_attempt_ms(delivery.attempts)
         if status is not None and not heard:
             error = f"the receiver answered {status}" + (": redirects are not followed" if 300 <= status < 400 else "")
+        error = error and core.discretion.text(error)
         gone = status == 410
         state = "delivered" if heard else "failed" if gone or retry_ms is None else "pending"
-        error = error and core.discretion.text(error)
         await core.store.delivery_tried(
             delivery.delivery_id, core.worker, state=state, retry_ms=retry_ms, status=status, error=error
         )
