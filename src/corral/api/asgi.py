@@ -36,6 +36,8 @@ STRANGER_BYTES, STRANGER_S = 1024 * 1024, 1.0
 NOBODY = Caller(owner="nobody", scopes=frozenset())
 """Who has not shown a key."""
 TO_STRANGERS = Discretion(())
+ONCE = (b"authorization", b"corral-lease", b"idempotency-key")
+"""Headers of which a call has one, or it is not clear what it asks for."""
 OPEN_TO_ALL = ("/healthz", "/readyz")
 STREAMED = ("PUT",)
 """Methods whose handler reads the body itself, block by block."""
@@ -146,9 +148,11 @@ class Application:
     async def _entered(self, scope: Scope, request: Request) -> tuple[CorralError | None, Caller]:
         """Who calls, or what can be said without looking at the body."""
         names = [name for name, _ in scope["headers"]]
-        if names.count(b"authorization") > 1 or (b"content-length" in names and b"transfer-encoding" in names):
+        if any(names.count(name) > 1 for name in ONCE) or (
+            b"content-length" in names and b"transfer-encoding" in names
+        ):
             # A proxy in front may have read the other one.
-            detail, hint = "two keys, or two lengths of the body", "send one of each"
+            detail, hint = "two keys, two leases, or two lengths of the body", "send one of each"
             return CorralError("bad_request", detail, hint=hint), NOBODY
         caller = NOBODY
         if request.path not in OPEN_TO_ALL:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,16 @@ from .test_identity import made
 class Call:
     """One HTTP call to an application, with its client in the test's hands."""
 
-    def __init__(self, world: World, key: str, method: str, path: str, *chunks: bytes, ended: bool = True) -> None:
+    def __init__(
+        self,
+        world: World,
+        key: str,
+        method: str,
+        path: str,
+        *chunks: bytes,
+        ended: bool = True,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
         assert world.services is not None
         path, _, query = path.partition("?")
         self.sent: list[MutableMapping[str, Any]] = []
@@ -37,7 +46,7 @@ class Call:
             "path": path,
             "raw_path": path.encode(),
             "query_string": query.encode(),
-            "headers": [(b"authorization", f"Bearer {key}".encode())],
+            "headers": [(b"authorization", f"Bearer {key}".encode()), *headers],
             "client": ("192.0.2.1", 1),
         }
         application = Application(world.services, AdminKey.of("the-key-of-the-server"))
@@ -112,6 +121,16 @@ async def test_a_call_with_a_good_key_notices_nothing(world: World) -> None:
     call = Call(world, key, "POST", f"/v1/sandboxes/{sandbox}/execs?wait=5", b'{"argv": ["sleep", "0.3"]}')
     await asyncio.wait_for(call.task, 20)
     assert call.status in (200, 202), call.body
+
+
+@pytest.mark.parametrize("name", ["authorization", "corral-lease", "idempotency-key"])
+async def test_a_call_with_two_of_what_there_is_one_of_does_nothing(world: World, name: str) -> None:
+    key = (await made(world))["key"]
+    twice = [(name.encode(), b"1.1"), (name.encode(), b"1.2")]
+    call = Call(world, key, "POST", "/v1/sandboxes", headers=twice)
+    await asyncio.wait_for(call.task, 10)
+    assert (call.status, json.loads(call.body)["code"]) == (400, "bad_request")
+    assert await world.store.list_sandboxes("acme") == []
 
 
 async def test_a_watch_hands_every_message_on_until_the_key_ends() -> None:
