@@ -186,12 +186,14 @@ def test_a_client_takes_over_when_the_owner_leaves_gracefully(bubblewrap: Path) 
         out = b""
         for event in t.stream(f"/v1/runs/{run['id']}/stream"):
             out += event.data
+            if out == b"a\\n" and event.data:
+                say("follows")
         say([event.kind, event.doc["result"]["reason"], out.decode(), t.is_owner])
         t.close()
         """
     )
     said(client)
-    time.sleep(1.0)
+    assert said(client) == "follows"
     owner.communicate("\n", timeout=60)
     assert said(client) == ["ended", "ok", "a\nb\n", True]
     ended(client)

@@ -123,7 +123,7 @@ def test_runs_of_a_replica_that_is_killed_are_finished_by_the_other_and_start_on
     server: Replicas, call: Call
 ) -> None:
     runs = submit(call, 6)
-    time.sleep(0.5)
+    until(lambda: any(call("GET", f"/v1/runs/{run}")[1]["state"] == "running" for run in runs), "one runs")
     server.end("replica")
     check_once(call, runs)
     until(lambda: call.repeated("GET", "/v1/sandboxes")["items"] == [], "the sandboxes of these runs are gone")
@@ -143,7 +143,7 @@ def test_a_replica_that_stood_still_for_longer_than_its_row_lives_does_nothing_t
     server: Replicas, call: Call
 ) -> None:
     runs = submit(call, 6)
-    time.sleep(0.3)
+    until(lambda: any(call("GET", f"/v1/runs/{run}")[1]["state"] == "running" for run in runs), "one runs")
     stopped = server.end("replica", 0, signal.SIGSTOP)
     which = server.children("replica").index(stopped)
     time.sleep(5.0)
