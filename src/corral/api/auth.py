@@ -105,9 +105,14 @@ class Gate:
 def network_of(address: str) -> str:
     """Whom an address counts for: itself, or its network where one host has a whole one (IPv6)."""
     try:
-        return str(ipaddress.ip_network((ipaddress.IPv6Address(address.partition("%")[0]), 64), strict=False))
+        given = ipaddress.IPv6Address(address.partition("%")[0])
     except ValueError:
         return address
+    if (
+        given.ipv4_mapped is not None
+    ):  # as a listener for both families names who comes by IPv4: they are all in one network
+        return str(given.ipv4_mapped)
+    return str(ipaddress.ip_network((given, 64), strict=False))
 
 
 def secret_of(authorization: str) -> str | None:

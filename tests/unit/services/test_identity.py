@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from corral.adapters.store.memory import MemoryStore
-from corral.api.auth import WRONG, Gate, refused, secret_of
+from corral.api.auth import WRONG, Gate, network_of, refused, secret_of
 from corral.api.calls import Request
 from corral.api.keys import AdminKey
 from corral.api.routes import Reply, dispatch
@@ -180,6 +180,24 @@ async def test_who_tries_many_keys_waits_and_a_good_key_from_there_passes(world:
     assert (await is_refused(world, "wrong", "192.0.2.77")).code == "unauthorized", "another address"
     rows = [row for row in await world.store.list_audit("default") if row.kind == "auth.refused"]
     assert [row.actor for row in rows] == ["address:192.0.2.1", "address:192.0.2.77"], "one of each"
+
+
+async def test_callers_by_ipv4_at_a_listener_of_both_families_count_each_for_himself(world: World) -> None:
+    for n in range(WRONG + 1):
+        code = (await is_refused(world, f"wrong-{n}", "::ffff:192.0.2.1")).code
+    assert code == "rate_limited"
+    assert (await is_refused(world, "wrong", "::ffff:192.0.2.2")).code == "unauthorized", "another host"
+    assert (await is_refused(world, "wrong", "192.0.2.1")).code == "rate_limited", "the same host, in other words"
+    assert network_of("2001:db8:0:1::5") == network_of("2001:db8:0:1:ffff::1%eth0") == "2001:db8:0:1::/64"
+
+
+async def test_a_user_whom_a_key_makes_is_in_the_audit_once(world: World) -> None:
+    one = await made(world, user="li")
+    await made(world, user="li")
+    rows = [row for row in await world.store.list_audit("acme") if row.kind == "user.created"]
+    assert [(row.subject, row.actor, row.data) for row in rows] == [
+        ("li", Caller().actor, {"by": "key", "key": one["id"]})
+    ]
 
 
 async def test_runs_and_sandboxes_say_whose_user_made_them(world: World) -> None:

@@ -14,9 +14,12 @@ import http.client
 import importlib
 import ipaddress
 import json
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -257,6 +260,10 @@ class Fetcher:
         else:
             raise ValueError(f"{url[:200]} is without TLS")
         until = time.monotonic() + FETCH_S
+        # Each read has its own limit, and one who sends a byte at a time keeps within it for ever: the thread would not come back.
+        cut = threading.Timer(FETCH_S, _shut, (line,))
+        cut.daemon = True
+        cut.start()
         try:
             target = parts.path or "/"
             line.request(
@@ -268,11 +275,22 @@ class Fetcher:
             got = bytearray()
             while block := answer.read1(65536):
                 got += block
-                if len(got) > MAX_DOCUMENT or time.monotonic() > until:
-                    raise ValueError(f"{url[:200]} answers too much, or too slowly")
+                if len(got) > MAX_DOCUMENT:
+                    break
+            if len(got) > MAX_DOCUMENT or time.monotonic() >= until:
+                raise ValueError(f"{url[:200]} answers too much, or too slowly")
             return bytes(got)
         finally:
+            cut.cancel()
             line.close()
+
+
+def _shut(line: http.client.HTTPConnection) -> None:
+    """Whoever reads from it hears that it is over."""
+    connection: socket.socket | None = line.sock
+    if connection is not None:
+        with suppress(OSError):
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _is_here(host: str) -> bool:

@@ -231,8 +231,8 @@ def create_key(tx: Tx, row: Row, audit: Row, idem: Idempotency | None) -> tuple[
     if known is not None:
         return _made_before(tx, known, row)
     if row["user_id"] is not None:
-        tx.rows(
-            f"{USER.insert} ON CONFLICT (tenant_id, user_id) DO NOTHING",
+        made = tx.rows(
+            f"{USER.insert} ON CONFLICT (tenant_id, user_id) DO NOTHING RETURNING user_id",
             {
                 **dict.fromkeys(USER.columns),
                 "tenant_id": row["tenant_id"],
@@ -240,9 +240,17 @@ def create_key(tx: Tx, row: Row, audit: Row, idem: Idempotency | None) -> tuple[
                 "created_at": tx.now,
             },
         )
+        if made:
+            add_audit(tx, made_with_key(audit, row))
     tx.rows(KEY.insert, row)
     add_audit(tx, audit)
     return KEY.decode(_key(tx, str(row["key_id"]))), True
+
+
+def made_with_key(audit: Row, key: Row) -> Row:
+    """The audit of the user whom a key made, beside that of the key (both stores)."""
+    data = AUDIT.encode(AuditRecord("", "", "", "", {"by": "key", "key": key["key_id"]}))["data"]
+    return {**audit, "kind": "user.created", "subject": key["user_id"], "data": data}
 
 
 def _key(tx: Tx, key_id: str) -> tuple[Any, ...]:

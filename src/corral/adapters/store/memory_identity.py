@@ -14,6 +14,7 @@ from .identity import (
     has_live,
     inherited,
     is_rotated,
+    made_with_key,
     no_key,
     no_tenant,
     no_user,
@@ -204,6 +205,7 @@ class MemoryIdentity(MemoryBase):
             whom = (key.tenant_id, key.user_id)
             if key.user_id is not None and whom not in self._users:
                 self._put(self._users, whom, USER.encode(UserRecord(key.tenant_id, key.user_id, self._now)))
+                self._append(self._audit, "audit_id", made_with_key(audit_row, row))
             self._put_key(row)
             self._append(self._audit, "audit_id", audit_row)
             return KEY.from_row(row), True

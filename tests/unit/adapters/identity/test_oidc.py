@@ -6,9 +6,13 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import http.client
 import json
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -337,6 +341,37 @@ async def test_without_tls_only_on_this_host_and_only_when_told_so(tmp_path: Pat
         await refused(Oidc(far, lambda line: None), plain.token(), "issuer_unavailable")
     finally:
         plain.stop()
+
+
+def test_an_issuer_that_sends_a_byte_at_a_time_keeps_no_thread(monkeypatch: pytest.MonkeyPatch, issuer: Issuer) -> None:
+    monkeypatch.setattr(oidc, "FETCH_S", 0.6)
+    over = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        line, _ = listener.accept()
+        with line, suppress(OSError):
+            line.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+            while not over.wait(0.05):
+                line.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,), daemon=True)
+        thread.start()
+        fetcher = oidc.Fetcher(settings(issuer, unsafe_http=True))
+        asked: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                fetcher._get(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+            except BaseException as error:
+                asked.append(error)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(30)
+        over.set()
+        thread.join(30)
+    assert not asking.is_alive() and isinstance(asked[0], OSError | ValueError | http.client.HTTPException)
 
 
 async def test_claims_may_lie_deep_and_a_tenant_may_be_fixed(issuer: Issuer) -> None:
