@@ -445,6 +445,37 @@ def test_the_command_line_and_the_sdk_have_it_by_url(server: Server) -> None:
     assert corral("tenant", "rm", "cli", **admin).returncode == 0
 
 
+def test_users_another_tenants_things_and_leases_on_the_command_line(server: Server, tmp_path: Path) -> None:
+    admin = {"CORRAL_URL": server.url, "CORRAL_KEY": server.key}
+    assert corral("tenant", "create", "words", **admin).returncode == 0
+    assert corral("user", "create", "li", "--tenant", "words", "--name", "李", **admin).stdout == "li\n"
+    mine = {"CORRAL_URL": server.url, "CORRAL_KEY": new_key(server, "words", user="li")}
+    box = corral("sandbox", "create", **mine).stdout.strip()
+    fence = corral("lease", "acquire", box, "--owner", "会话/1", "--ttl", "600", **mine).stdout.split()[1]
+    (tmp_path / "a").write_text("你好")
+    target = f"{box}:/workspace/a"
+    held = corral("cp", str(tmp_path / "a"), target, **mine)
+    assert held.returncode == 125 and "lease_held" in held.stderr, held
+    assert corral("cp", str(tmp_path / "a"), target, "--lease", fence, **mine).returncode == 0
+    assert corral("shell", box, "--lease", fence, "--command", "cat", "a", **mine).stdout == "你好"
+    stale = corral("cp", str(tmp_path / "a"), target, "--lease", "1.0", **mine)
+    assert stale.returncode == 125 and "lease_lost" in stale.stderr, stale
+    assert corral("user", "disable", "li", "--tenant", "words", **admin).returncode == 0
+    out = corral("sandbox", "ls", "--json", **mine)
+    assert out.returncode == 125 and json.loads(out.stdout)["error"]["code"] == "unauthorized"
+    assert corral("user", "enable", "li", "--tenant", "words", **admin).returncode == 0
+    assert corral("sandbox", "ls", **mine).returncode == 0
+    assert corral("tenant", "disable", "words", **admin).returncode == 0
+    out = corral("sandbox", "ls", "--json", **mine)
+    assert out.returncode == 125 and json.loads(out.stdout)["error"]["code"] == "unauthorized"
+    listed = json.loads(corral("sandbox", "ls", "--tenant", "words", "--json", **admin).stdout)["items"]
+    assert [item["id"] for item in listed] == [box]
+    assert corral("tenant", "rm", "words", **admin).returncode == 125
+    assert corral("sandbox", "rm", box, "--tenant", "words", **admin).returncode == 0
+    assert corral("user", "rm", "li", "--tenant", "words", **admin).stdout == "li\n"
+    assert corral("tenant", "rm", "words", **admin).returncode == 0
+
+
 def test_embedded_the_state_directory_is_the_admin(tmp_path: Path) -> None:
     here = {"CORRAL_STATE_DIR": str(tmp_path / "state"), "CORRAL_RUNTIMES": "fake"}
     assert corral("tenant", "create", "acme", **here).returncode == 0
