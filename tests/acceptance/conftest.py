@@ -252,12 +252,35 @@ SHOWN_ON_CRUN = (
 )
 
 
+RACES_ON_STRONG = (
+    "test_created_and_deleted_twice_at_once",
+    "test_a_delete_at_any_moment_of_an_exec_leaves_one_true_result",
+    "test_a_delete_wins_against_pause_and_resume_at_any_moment",
+    "test_of_many_who_pause_resume_and_delete_at_once_the_delete_wins",
+    "test_a_renewal_after_the_time_is_lost",
+    "test_what_a_stopped_holder_does_afterwards_is_refused_and_the_next_ones_data_is_untouched",
+)
+RACES_ON_RUNC = (
+    *RACES_ON_STRONG,
+    "test_the_sandbox_of_a_run_can_be_deleted_under_it",
+    "test_a_paused_sandbox_is_deleted_as_fast_as_any_other",
+)
+"""Of K11 and K16 what the runtime has a part in, with fewer rounds; the rest is decided by the service, whatever runs below it."""
+
+
+def rounds(box: Box, count: int) -> int:
+    """How often a race is run: all the rounds on the usual runtimes, some on those that are shown beside them."""
+    return count if box.name in MODES else max(4, count // 10)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is shown by another runtime, and of what is for the strong ones that which costs them minutes."""
 
     def too_dear(item: pytest.Item) -> bool:
         modes = getattr(item, "callspec", None)
         given = [] if modes is None else list(modes.params.values())  # not only names: some are lists
+        if item.path.name.startswith(("test_k11", "test_k16")) and any(mode in given for mode in (*RUNC, *STRONG)):
+            return not item.name.startswith(RACES_ON_RUNC if any(mode in given for mode in RUNC) else RACES_ON_STRONG)
         if any(mode in given for mode in RUNC):
             return not item.path.name.startswith(ON_RUNC) or item.name.startswith(SHOWN_ON_CRUN)
         if not any(mode in given for mode in STRONG):

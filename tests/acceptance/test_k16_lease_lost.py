@@ -228,6 +228,10 @@ def of_b_is_untouched(server: Server, sandbox: str, lease: str, exec_id: str) ->
 def old_fences_are_refused_by_the_guest(server: Server, sandbox: str, old: Fence) -> None:
     instance = server.call("GET", f"/v1/sandboxes/{sandbox}").document["instance"]["id"]
     place = server.box.state / "i" / instance.removeprefix("ins_")
+    if server.box.own_kernel:  # the guest speaks to the node alone: nobody else on the host can ask it
+        with pytest.raises(ConnectionRefusedError):
+            sockets.connect(str(place), "s", timeout_s=10.0)
+        return
 
     async def ask() -> None:
         client = await GuestClient.connect(sockets.connect(str(place), "s", timeout_s=10.0))
