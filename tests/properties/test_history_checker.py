@@ -411,6 +411,13 @@ def _left(story: Story) -> None:
     story.note("final", "left", what="process", text="4711 sleep")
 
 
+def _left_by_gc(story: Story) -> None:
+    copied_at = story.now
+    story.create("sbx_2", "ins_2")
+    _restore(story, copied_at)
+    story.note("final", "left", what="directory", text="2", instance="ins_2", after="gc")
+
+
 def _defect(story: Story) -> None:
     story.tell(story.ask("a", "delete", sandbox="sbx_9"), False, code="infra_error", detail="an unexpected KeyError")
 
@@ -560,6 +567,7 @@ BAD: list[tuple[str, Callable[[Story], None]]] = [
     ("one-per-key", _own_body_refused),
     ("quota", _quota_kept),
     ("nothing-left", _left),
+    ("nothing-left", _left_by_gc),
     ("no-defect", _defect),
 ]
 

@@ -90,12 +90,12 @@ def forgotten(history: History) -> set[str]:
 
 
 def nothing_left(history: History) -> Iterator[Violation]:
-    """Bodies of which a restored database knows nothing are kept on purpose, and shown: they are the operator's to judge."""
+    """Bodies of which a restored database knows nothing are kept on purpose, and shown, until the operator says `corral gc --unknown`."""
     unknown = forgotten(history)
     for event in history.of("left"):
         history.examined["nothing-left"] += 1
-        if (
-            event.get("text") is not None and event.get("instance") not in unknown
+        if event.get("text") is not None and (
+            event.get("after") == "gc" or event.get("instance") not in unknown
         ):  # a look that found nothing is an event too
             yield Violation("nothing-left", f"{event.get('what')}: {event['text']}", (event,))
 

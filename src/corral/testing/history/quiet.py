@@ -33,6 +33,7 @@ Door = Callable[[str], Node]
 FINISH_S = 120.0
 LEFT_S = 60.0
 SETTLED_S = 30.0
+GC_S = 60.0
 OUT = "done "
 
 
@@ -76,7 +77,13 @@ def collect(
         _remove(mine)
     for name, mine in everybody.items():
         _quota(mine, line, final, name, "at the end")
-    _left(installation, line, final, forgotten(History(events)))
+    history = History(events)
+    _left(installation, line, final, history, forgotten(history))
+    progress("corral gc")
+    done = line.call("POST", "/v1/gc?unknown=true", wait_s=GC_S)
+    if done is None or not done.ok:
+        raise CorralError("infra_error", f"POST /v1/gc: {done}", retryable=False)
+    _left(installation, line, final, history, set(), after="gc")
     return dict(straight.counts)
 
 
@@ -88,6 +95,8 @@ def abandon(installation: Installation) -> None:
         installation.wait_ready(30.0)
         for key in (installation.key, *installation.keys):
             _remove(Line((installation.url,), key, 30.0))
+        # Also what a restored database knows nothing of: a body that is frozen would stay for ever.
+        Line((installation.url,), installation.key, 30.0).call("POST", "/v1/gc?unknown=true", wait_s=GC_S)
 
 
 def _remove(line: Line) -> None:
@@ -279,19 +288,34 @@ def _instance_in(text: str) -> str | None:
     return None if found is None else f"ins_{found.group(1)}"
 
 
-def _left(installation: Installation, line: Line, final: Recorder, spared: set[str]) -> None:
-    """Looked at until nothing is left or the time is over; what is left then is noted. Nobody waits for what is `spared`."""
+def _left(
+    installation: Installation,
+    line: Line,
+    final: Recorder,
+    history: History,
+    spared: set[str],
+    after: str | None = None,
+) -> None:
+    """Looked at until nothing is left or the time is over; what is left then is noted. Nobody waits for what is `spared`.
+
+    A process shows its op only, which shows its instance.
+    """
+    place = {str(start["op"]): str(start["instance"]) for start in history.of("start") if start.get("op") is not None}
+
+    def instance(text: str) -> str | None:
+        return _instance_in(text) or next((place[word] for word in text.split() if word in place), None)
+
     end = time.monotonic() + LEFT_S
     while True:
         found = installation.remains()
         told = line.call("GET", "/v1/doctor")
         found["leftover"] = [json.dumps(one) for one in told.document["leftovers"]] if told and told.ok else ["unknown"]
-        waited_for = [text for texts in found.values() for text in texts if _instance_in(text) not in spared]
+        waited_for = [text for texts in found.values() for text in texts if instance(text) not in spared]
         if not waited_for or time.monotonic() > end:
             break
         time.sleep(0.5)
     for what, texts in found.items():
         if not texts:
-            final.note("left", what=what)
+            final.note("left", what=what, after=after)
         for text in texts:
-            final.note("left", what=what, text=text, instance=_instance_in(text))
+            final.note("left", what=what, text=text, instance=instance(text), after=after)
