@@ -140,6 +140,12 @@ async def test_the_claim_is_held_for_as_long_as_the_node_is_away_and_no_other_wo
     away = Away(two.node, monkeypatch)
     away.goes(hangs=hangs)
     await release(a, box, lease)
+    [command] = await two.store.open_commands(box)
+    row = two.store._commands[command.command_id]
+    two.store._commands[command.command_id] = {
+        **row,
+        "claim_until": two.now_ms() + 400,
+    }  # as if it had begun a while ago
     await asyncio.sleep(1.5)  # `stale_s` is 0.2 s here, the claim 0.4 s
     [command] = await two.store.open_commands(box)
     assert (command.kind, command.claimed_by, command.attempt) == ("settle", "w_a", 1)
@@ -183,6 +189,25 @@ async def test_a_settling_whose_worker_stops_is_done_over_by_another(two, until,
     assert (await state_of(b, box), two.node.destroyed) == ("leased", [])
     renewed = await with_lease(b, "POST", f"/v1/sandboxes/{box}/renew", lease, {"owner": "s/2"})
     assert renewed.status == 200, renewed.document
+
+
+async def test_what_one_settling_has_shown_says_nothing_of_the_next_one(world, until):
+    box, instance, lease = await used(world)
+    gate = world.node.fence_gate = asyncio.Event()
+    await release(world, box, lease)
+    late = await world.store.get_sandbox(box, None)
+    gate.set()
+    await settled(world, box, until)
+    lease = (await attach(world, box, "s/2")).document["lease"]
+    world.node.tmp[instance].append("/tmp/of-the-second")
+    gate = world.node.fence_gate = asyncio.Event()
+    await release(world, box, lease)
+    for left in (None, "something"):
+        assert not await world.services.leases._settling._settled(late, left)
+        assert await state_of(world, box) == "recycling"
+    gate.set()
+    await settled(world, box, until)
+    assert world.node.tmp[instance] == ["/workspace/kept"]
 
 
 async def test_a_settling_that_was_cut_short_is_done_over_by_the_next_owner(world, until):
@@ -393,19 +418,33 @@ async def test_a_repeated_attach_ends_nothing_of_what_its_first_call_began(world
 
 
 @pytest.mark.parametrize("keys", [(None, None), ("k1", "k2"), ("k1", "k1")])
-async def test_one_owner_that_attaches_at_two_workers_at_once_is_told_each_fence_once(two, until, keys):
+@pytest.mark.parametrize("first", [0, 1])
+async def test_one_owner_that_attaches_at_two_workers_at_once_is_told_each_fence_once(
+    two, until, monkeypatch, keys, first
+):
     a, b = two.workers["a"], two.workers["b"]
     box, _, lease = await used(a)
     await release(a, box, lease)
     await settled(a, box, until)
-    two.node.fence_gate = asyncio.Event()
-    before = len(two.node.fenced)
+    gates, real, asked = [asyncio.Event(), asyncio.Event()], two.node.fence, 0
+
+    async def fence(*args: Any) -> None:
+        nonlocal asked
+        asked += 1
+        gate = gates[asked - 1] if asked <= 2 else None
+        await real(*args)
+        if gate is not None:
+            await gate.wait()
+
+    monkeypatch.setattr(two.node, "fence", fence)
     calls = []
     for world, key in zip((a, b), keys, strict=True):
         headers = {} if key is None else {"idempotency-key": key}
         calls.append(asyncio.create_task(attach(world, box, "s/2", Caller(), headers)))
-        await until(lambda known=len(calls): len(two.node.fenced) >= before + known)
-    two.node.fence_gate.set()
+        await until(lambda known=len(calls): asked >= known)
+    gates[first].set()
+    await settled(a, box, until, "leased")
+    gates[1 - first].set()
     told = [answer.document["lease"] for answer in await asyncio.gather(*calls)]
     assert (told[0] == told[1]) == (keys == ("k1", "k1")), told
     now = (await b.store.get_sandbox(box, None)).lease.lease_version
