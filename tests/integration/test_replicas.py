@@ -249,6 +249,27 @@ def test_whoever_waits_or_follows_goes_on_over_a_rolling_restart(server: Replica
         assert [(each.exit_code, each.stdout.text) for each in results] == [(5, "begun\n你好\n")]
 
 
+def test_large_output_goes_through_a_replica_and_the_node_without_lying_in_either(server: Replicas) -> None:
+    lines = 7_000_000
+    processes = [*server.children("node"), *server.children("replica")]
+    before = {pid: most_memory(pid) for pid in processes}
+    with server.client() as client:
+        run = client.run(
+            runtime="bubblewrap", shell=f"seq 1 {lines}", output_limit="64M", output_kill="100M", timeout_s=200
+        )
+        text = run.result.stdout.text
+        assert text.count("\n") == lines and text.endswith(f"\n{lines}\n")
+        assert not run.result.stdout.truncated
+        grown = {pid: most_memory(pid) - before[pid] for pid in processes}
+        assert max(grown.values()) < len(text) * 2 // 3, "its bytes alone would be more"
+
+
+def most_memory(pid: int) -> int:
+    """The most bytes that a process has had in memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
 def test_a_kept_connection_is_closed_politely_by_a_replica_that_leaves(make: Make) -> None:
     server = make(1).start().ready()
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
