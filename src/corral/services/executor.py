@@ -547,6 +547,7 @@ class Executor:
             if step == "program" or record.result["reason"] != "ok":
                 await self._update(flight, {"state": "collecting", "exec_id": record.exec_id})
             return record.exec_id, record.result
+        new = record is None
         if record is None:
             self._check(flight)
             record = ExecRecord(
@@ -600,6 +601,7 @@ class Executor:
             watch=watch,
             mark=request.keep,
             ended=ended,
+            new=new,
         )
         faults.point("run.exec.after")
         verdict, hint, phase = outcome.verdict, None, "run"

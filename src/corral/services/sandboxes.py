@@ -370,6 +370,7 @@ class Sandboxes:
             watch=watch,
             mark=True,
             ended=lambda verdict: self._still(record),
+            new=known is not None,
         )
         hint = None
         verdict = outcome.verdict
