@@ -247,6 +247,7 @@ SHOWN_ON_CRUN = (
     "test_death_by_a_signal_names_it",
     "test_each_exit_code_is_reported_as_it_is",
     "test_floods_and_hogs_leave_the_service_small_and_the_neighbour_fast",
+    "test_links_and_dots_lead_no_call_to_the_host",
     "test_paths_of_urls_lead_to_no_file_of_the_service",
     "test_what_is_no_path_is_refused_with_its_name",
 )
