@@ -157,9 +157,8 @@ _EVENT = {
 _SUMS = (
     "INSERT INTO tenant_use (tenant_id, sandboxes) SELECT tenant_id, COUNT(*) FROM reservation GROUP BY tenant_id"
     " ON CONFLICT (tenant_id) DO UPDATE SET sandboxes = excluded.sandboxes",
-    "INSERT INTO tenant_use (tenant_id, sandboxes) SELECT '*', COUNT(*) FROM reservation WHERE 1 = 1"
-    " ON CONFLICT (tenant_id) DO UPDATE SET sandboxes = excluded.sandboxes",
-    "UPDATE tenant_use SET waiting = (SELECT COUNT(*) FROM run_queue q WHERE tenant_use.tenant_id IN ('*', q.tenant_id))",
+    "INSERT INTO tenant_use (tenant_id) VALUES ('*') ON CONFLICT (tenant_id) DO NOTHING",
+    "UPDATE tenant_use SET waiting = (SELECT COUNT(*) FROM run_queue q WHERE tenant_use.tenant_id = q.tenant_id)",
 )
 BIG = tuple(name for name in (*TABLES, "sandbox_event") if name != "run_queue")
 

@@ -17,13 +17,28 @@ import psycopg
 import pytest
 from bench.store_rows import BIG, FEW, fill_postgres, fill_sqlite
 
-from corral.adapters.store import expiry, leases, migrate, queue, repeats, transactions, webhooks, workers
+from corral.adapters.store import (
+    commands,
+    execs,
+    expiry,
+    leases,
+    migrate,
+    queue,
+    repeats,
+    runs,
+    trail,
+    transactions,
+    views,
+    webhooks,
+    workers,
+)
 from corral.adapters.store.postgres_session import Session, translated
 from corral.adapters.store.sql import SqlStore
 from corral.adapters.store.sqlite import _SqliteTx
 from corral.domain.fence import Fence
-from corral.domain.quota import QuotaRules
+from corral.domain.quota import Amounts, QuotaRules
 from corral.ports.leases import Renewal
+from corral.ports.queue import Charge, Ticket
 from corral.testing.store import Bench, Clock, audit
 from corral.testing.store.bench import EVENT, START_MS, key_of
 from postgres_server import PostgresServer, running
@@ -52,21 +67,22 @@ LEASED = "sbx_00000615"  # leased, of tenant t5; its lease is key:1's
 FENCE = Fence(1, 2)
 CALLS: dict[str, Work] = {
     # lists
-    "list_runs": lambda tx: transactions.list_runs(tx, "default", None, None, 20),
-    "list_runs open": lambda tx: transactions.list_runs(tx, "default", ["queued", "running"], None, 20),
-    "list_sandboxes": lambda tx: transactions.list_sandboxes(tx, "t5", None, None, 20),
-    "list_sandboxes open": lambda tx: transactions.list_sandboxes(tx, "t5", ["idle", "leased"], None, 20),
-    "list_sandboxes all tenants": lambda tx: transactions.list_sandboxes(tx, None, ["idle", "leased"], None, 20),
-    "list_sandboxes after": lambda tx: transactions.list_sandboxes(tx, "t5", ["leased"], "sbx_00000815", 20),
-    "history": lambda tx: transactions.history(tx, LEASED, 20),
-    "list_execs": lambda tx: transactions.list_execs(tx, LEASED),
-    "list_audit": lambda tx: transactions.list_audit(tx, "default", None, 20),
-    "list_audit subject": lambda tx: transactions.list_audit(tx, "t5", "run_00000615", 20),
+    "list_runs": lambda tx: runs.list_runs(tx, "default", None, None, 20),
+    "list_runs open": lambda tx: runs.list_runs(tx, "default", ["queued", "running"], None, 20),
+    "list_sandboxes": lambda tx: views.list_sandboxes(tx, "t5", None, None, 20),
+    "list_sandboxes open": lambda tx: views.list_sandboxes(tx, "t5", ["idle", "leased"], None, 20),
+    "list_sandboxes all tenants": lambda tx: views.list_sandboxes(tx, None, ["idle", "leased"], None, 20),
+    "list_sandboxes after": lambda tx: views.list_sandboxes(tx, "t5", ["leased"], "sbx_00000815", 20),
+    "history": lambda tx: trail.history(tx, LEASED, 20),
+    "list_execs": lambda tx: execs.list_execs(tx, LEASED),
+    "list_audit": lambda tx: trail.list_audit(tx, "default", None, 20),
+    "list_audit subject": lambda tx: trail.list_audit(tx, "t5", "run_00000615", 20),
     "list_leases": lambda tx: leases.list_leases(tx, "t5", None, 20),
     "list_queue": lambda tx: queue.list_queue(tx, "default", 20),
     "workers": workers.list_workers,
     # claims
-    "lock_command": lambda tx: transactions.lock_command(tx, "w", 1000, None),
+    "lock_command": lambda tx: commands.lock_command(tx, "w", 1000, None),
+    "hold_command": lambda tx: workers.hold_command(tx, LEASED, "settle", "w", 1000),
     "adopt_runs": lambda tx: workers.adopt_runs(tx, "w", 10),
     "adopt_execs": lambda tx: workers.adopt_execs(tx, "w", 10),
     "claim_deliveries": lambda tx: webhooks.claim_deliveries(tx, "w", 1000, 8),
@@ -79,43 +95,54 @@ CALLS: dict[str, Work] = {
     "due_leases": lambda tx: leases.due_leases(tx, 20),
     "due_sandboxes": lambda tx: expiry.due_sandboxes(tx, 20),
     "due_deliveries": webhooks.due_deliveries,
-    "open_runs": transactions.open_runs,
-    "open_execs": lambda tx: transactions.open_execs(tx, None),
-    "open_commands": lambda tx: transactions.open_commands(tx, None),
-    "list_instances": lambda tx: transactions.list_instances(tx, "node_1", ("condemned",)),
+    "open_runs": runs.open_runs,
+    "open_execs": lambda tx: execs.open_execs(tx, None),
+    "open_commands": lambda tx: commands.open_commands(tx, None),
+    "list_instances": lambda tx: views.list_instances(tx, "node_1", ("condemned",)),
     "newest_event": leases.newest_event,
     "waiting": queue.count_waiting,
     # one thing
-    "get_run": lambda tx: transactions.get_run(tx, "run_00000615", "t5"),
-    "get_sandbox": lambda tx: transactions.get_sandbox(tx, LEASED, "t5"),
+    "get_run": lambda tx: runs.get_run(tx, "run_00000615", "t5"),
+    "get_sandbox": lambda tx: views.get_sandbox(tx, LEASED, "t5"),
     "see_sandbox": lambda tx: leases.see_sandbox(tx, LEASED, "t5"),
-    "get_exec": lambda tx: transactions.get_exec(tx, "exe_00000615", "t5"),
-    "open_execs of one": lambda tx: transactions.open_execs(tx, LEASED),
-    "open_commands of one": lambda tx: transactions.open_commands(tx, LEASED),
+    "get_exec": lambda tx: execs.get_exec(tx, "exe_00000615", "t5"),
+    "open_execs of one": lambda tx: execs.open_execs(tx, LEASED),
+    "open_commands of one": lambda tx: commands.open_commands(tx, LEASED),
     "queued_run": lambda tx: queue.queued_run(tx, "run_00000010", "default"),
     "still_queued": lambda tx: queue.still_queued(tx, ["run_00000010", "run_00000615"]),
     "tenant_use": lambda tx: queue.tenant_use(tx, "t5"),
+    "tenant_use of all": lambda tx: queue.tenant_use(tx, "*"),
     "delivery_of": lambda tx: webhooks.delivery_of(tx, "run_00000615", "t5"),
     # writes
-    "submit_run": lambda tx: transactions.submit_run(tx, encoded(b.run("run_new")), encoded(audit()), key_of()),
-    "submit_run again": lambda tx: transactions.submit_run(
+    "submit_run": lambda tx: runs.submit_run(tx, encoded(b.run("run_new")), encoded(audit()), key_of()),
+    "submit_run again": lambda tx: runs.submit_run(
         tx, encoded(b.run("run_new")), encoded(audit()), key_of("key_00000210", "d")
     ),
-    "update_run": lambda tx: transactions.update_run(tx, "run_00000060", ["running"], {"owner": "x"}, None),
-    "finish_run": lambda tx: transactions.finish_run(tx, "run_00000060", "{}", "ok", "{}", encoded(audit())),
+    "submit_run with a place": lambda tx: runs.submit_run(
+        tx, encoded(b.run("run_new", tenant_id="t5")), encoded(audit()), None, Ticket(QuotaRules())
+    ),
+    "create_sandbox with its room": lambda tx: transactions.create_sandbox(
+        tx,
+        encoded(b.sandbox("sbx_new")),
+        encode_event(),
+        encoded(audit()),
+        None,
+        (),
+        Charge(Amounts(sandboxes=1), QuotaRules()),
+    ),
+    "update_run": lambda tx: runs.update_run(tx, "run_00000060", ["running"], {"owner": "x"}, None),
+    "finish_run": lambda tx: runs.finish_run(tx, "run_00000060", "{}", "ok", "{}", encoded(audit())),
     "create_sandbox": lambda tx: transactions.create_sandbox(
         tx, encoded(b.sandbox("sbx_new")), encode_event(), encoded(audit()), None, [transition("sbx_new", version=1)]
     ),
     "commit_transition": lambda tx: transactions.commit_transition(tx, transition(LEASED, end_execs="sandbox_deleted")),
     "renew_lease": lambda tx: transactions.renew_lease(tx, LEASED, "key:1", FENCE, 10_000_000),
     "renew_leases": lambda tx: leases.renew_leases(tx, [Renewal(LEASED, "key:1", FENCE, 10_000_000)]),
-    "begin_exec": lambda tx: transactions.begin_exec(
+    "begin_exec": lambda tx: execs.begin_exec(
         tx, encoded(b.exec("exe_new", LEASED)), FENCE, transition(LEASED), ("key:1", 10_000_000), None, "t5"
     ),
-    "end_exec": lambda tx: transactions.end_exec(
-        tx, "exe_00000099", {"state": "ended"}, (), transition("sbx_00000099"), None
-    ),
-    "finish_command": lambda tx: transactions.finish_command(tx, "cmd_00000001", "w", "{}"),
+    "end_exec": lambda tx: execs.end_exec(tx, "exe_00000099", {"state": "ended"}, (), transition("sbx_00000099"), None),
+    "finish_command": lambda tx: commands.finish_command(tx, "cmd_00000001", "w", "{}"),
     "touch": lambda tx: expiry.touch(tx, [LEASED]),
     "forget_old": lambda tx: repeats.forget_old(tx, 20),
     "made_under": lambda tx: repeats.made_under(tx, key_of("key_00000210", "d")),
@@ -123,7 +150,7 @@ CALLS: dict[str, Work] = {
 }
 ALL_THAT_LIVES = {
     # Each returns what lives on a node, and reads no more than that.
-    "list_instances living": lambda tx: transactions.list_instances(tx, "node_1", ("warming", "warm", "bound")),
+    "list_instances living": lambda tx: views.list_instances(tx, "node_1", ("warming", "warm", "bound")),
 }
 LITTLE = ("worker", "picked", "locked", "tenant_use", "tenant", "run_queue")
 """What may be read whole."""
