@@ -25,6 +25,7 @@ from corral import config
 from corral.client.effects import result_of
 from corral.client.line import Params
 from corral.errors import CorralError
+from corral.linux.statesocket import bind_socket, hide_socket, show_socket, unlink_socket
 
 if TYPE_CHECKING:
     import ssl
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float | None], None]
 Log = Callable[[str], None]
-SOCKET = "api.sock"
 STALLED_S = 5.0
 """How long an owner that wants to end waits for a transfer that does not move."""
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class Owner:
         stalled: set[asyncio.Task[Any]] = set()
         while self._servers:
             await self._let_move(stalled)
-            _hide_socket(self._settings.state_dir)
+            hide_socket(self._settings.state_dir)
             for _ in range(10):  # who had connected before is served
                 await asyncio.sleep(0)
             if set(self._transfers()) <= stalled:
@@ -218,7 +218,7 @@ class Owner:
                 ) in self._applications:  # in the same turn of the loop: a kept connection may bring the next one
                     application.transfers_over = True
                 return
-            _show_socket(self._settings.state_dir)
+            show_socket(self._settings.state_dir)
 
     async def _let_move(self, stalled: set[asyncio.Task[Any]]) -> None:
         waiting = set(self._transfers()) - stalled
@@ -352,50 +352,6 @@ def _web() -> None:
     ):  # stderr belongs to the program; what a broken connection means is the client's to say
         logging.getLogger("uvicorn").addHandler(logging.NullHandler())
         logging.getLogger("uvicorn").propagate = False
-
-
-def bind_socket(state_dir: str) -> socket.socket:
-    """Listen on STATE/api.sock, mode 0600 from its first moment, whatever the length of the path. Replaces a stale one."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    folder = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    fresh = f"{SOCKET}.{os.getpid()}"
-    try:
-        if os.path.lexists(os.path.join(state_dir, fresh)):
-            os.unlink(fresh, dir_fd=folder)
-        listener.bind(f"/proc/self/fd/{folder}/{fresh}")
-        os.chmod(fresh, 0o600, dir_fd=folder)
-        listener.listen(1024)
-        listener.setblocking(False)
-        os.rename(fresh, SOCKET, src_dir_fd=folder, dst_dir_fd=folder)
-    except OSError as error:
-        listener.close()
-        raise CorralError(
-            "infra_error",
-            f"cannot make the socket in {state_dir}: {error.strerror}",
-            hint="the state directory must be on a writable local file system",
-            retryable=False,
-        ) from error
-    finally:
-        os.close(folder)
-    return listener
-
-
-def _hide_socket(state_dir: str) -> None:
-    """Who comes from now on waits for the next owner, unless we show it again."""
-    with contextlib.suppress(OSError):
-        os.rename(os.path.join(state_dir, SOCKET), os.path.join(state_dir, f"{SOCKET}.hidden"))
-
-
-def _show_socket(state_dir: str) -> None:
-    with contextlib.suppress(OSError):
-        os.rename(os.path.join(state_dir, f"{SOCKET}.hidden"), os.path.join(state_dir, SOCKET))
-
-
-def unlink_socket(state_dir: str) -> None:
-    """Nobody finds STATE/api.sock any more."""
-    for name in (SOCKET, f"{SOCKET}.hidden"):
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(state_dir, name))
 
 
 # -- concrete parts ------------------------------------------------------------------------------------------------------------

@@ -82,3 +82,11 @@ def test_a_command_on_a_warm_state_directory_loads_nothing_that_it_does_not_need
     modules = loaded(environment, *words)
     assert "corral.adapters.store.sqlite" in modules
     assert not modules & (SERVES | DATABASES | OF_SERVERS | SLOW)
+
+
+def test_the_parent_of_replicas_loads_nothing_that_serves(environment: dict[str, str]) -> None:
+    urls = ("--database-url", "postgresql:///nowhere", "--redis-url", "redis://localhost")
+    before = "import corral.cli.replicas as r; r.Replicas.run = lambda self: print('ran', file=sys.stderr)"
+    modules = loaded(environment, "serve", "--port", "0", "--replicas", "2", *urls, before=before)
+    assert "corral.cli.replicas" in modules
+    assert modules & (SERVES | DATABASES | OF_SERVERS | SLOW | SERVICE) <= {"unicodedata"}  # of looking up the host

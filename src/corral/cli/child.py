@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -40,6 +39,8 @@ class Child:
         us = cls(**document)
         for descriptor in (us.status, *us.descriptors.values()):
             os.set_inheritable(descriptor, False)
+        import ctypes  # the parent needs none
+
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != us.parent:  # it had died before we asked to die with it
             os._exit(1)

@@ -136,7 +136,7 @@ async def _stdio(server: CorralMCP, stop: asyncio.Event) -> None:
 
 
 async def _http(server: CorralMCP, stop: asyncio.Event, wishes: Wishes, listening: Listening) -> None:
-    from corral.api.server import Tls
+    from corral.api.tls import Tls
     from corral.cli import serve
     from corral.mcp.http import PATH, application
 

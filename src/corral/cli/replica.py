@@ -65,7 +65,7 @@ class Replica(bootstrap.Owner):
         self._key = open_key(os.path.join(settings.state_dir, serve.KEY_FILE), None, os.urandom).key
         self._tls = None
         if us.tls is not None:
-            from corral.api.server import Tls
+            from corral.api.tls import Tls
 
             self._tls = Tls(*us.tls).context()
         self._front_of = {"api": Front(), "tcp": Front()}

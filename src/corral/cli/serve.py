@@ -69,7 +69,6 @@ def command(
 ) -> None:
     """Serve the API until a signal says stop. Each call needs the key: Authorization: Bearer KEY (CORRAL_KEY for clients)."""
     from corral.api.keys import VARIABLE, open_key
-    from corral.api.server import Tls
 
     for name, url in (("CORRAL_DATABASE_URL", database_url), ("CORRAL_REDIS_URL", redis_url)):
         if url is not None:
@@ -79,10 +78,9 @@ def command(
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
     files = (tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None
-    tls = Tls(*files).context() if files is not None else None
+    tls = _context(files)
     given = os.environ.get(VARIABLE)
     allow_files()
-    show_failures()
     listener = bind(host, port)
     try:
         check_reach(listener, tls is not None, unsafe_plaintext)
@@ -137,6 +135,7 @@ def _serve_alone(
     """All in this process."""
     from corral import bootstrap
 
+    show_failures()
     try:
         with terminal.progress() as progress:
             owner = bootstrap.start_owner(settings, progress, _log)
@@ -167,17 +166,26 @@ def _serve_several(
     up: Callable[[], None],
 ) -> None:
     """A node and replicas, each a process, with this one as their parent."""
-    from corral import bootstrap
     from corral.cli.replicas import Replicas
+    from corral.linux.statesocket import bind_socket, unlink_socket
 
-    local = bootstrap.bind_socket(settings.state_dir)
+    local = bind_socket(settings.state_dir)
     try:
         absolute = (os.path.abspath(tls[0]), os.path.abspath(tls[1])) if tls is not None else None
         Replicas(replicas, {"tcp": listener, "api": local}, lock, absolute, os.environ, up).run()
     finally:
-        bootstrap.unlink_socket(settings.state_dir)
+        unlink_socket(settings.state_dir)
         local.close()
         os.close(lock)
+
+
+def _context(files: tuple[str, str] | None) -> ssl.SSLContext | None:
+    """Of a certificate and its key; without them nothing of TLS is loaded."""
+    if files is None:
+        return None
+    from corral.api.tls import Tls
+
+    return Tls(*files).context()
 
 
 def allow_files() -> None:
