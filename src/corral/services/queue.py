@@ -129,7 +129,7 @@ class Queue:
             )
         if row.state != "finished" and run.tenant_id != DEFAULT_TENANT:  # which cannot be disabled
             tenant = await core.endure(lambda: core.store.get_tenant(run.tenant_id))
-            if tenant is None or tenant.disabled_at is not None:
+            if tenant is not None and tenant.disabled_at is not None:  # one that is gone has no open runs
                 hint = "an admin enables it again: corral tenant enable"
                 raise CorralError("policy_denied", "its tenant was disabled while it waited", hint=hint, started=False)
         return row
