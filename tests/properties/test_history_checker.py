@@ -305,6 +305,11 @@ def _late_barrier(story: Story) -> None:
     story.note("node", "fenced", instance="ins_2", sandbox="sbx_2", fence="1.2", mode="kill")
 
 
+def _no_barrier_while_paused(story: Story) -> None:
+    story.pause("b", "sbx_2", "1.1")
+    _no_barrier(story)
+
+
 def _floor_falls(story: Story) -> None:
     story.fence("sbx_2", "ins_2", "1.5")
     story.fence("sbx_2", "ins_2", "1.4")
@@ -547,6 +552,7 @@ BAD: list[tuple[str, Callable[[Story], None]]] = [
     ("no-stale-effect", _stale_exec),
     ("barrier", _no_barrier),
     ("barrier", _late_barrier),
+    ("barrier", _no_barrier_while_paused),
     ("floors-rise", _floor_falls),
     ("no-stale-effect", _survivor),
     ("no-stale-effect", _late_line),
@@ -694,6 +700,15 @@ def _resumed_by_one_who_was_never_answered(story: Story) -> None:
     story.note("guest", "line", sandbox="sbx_2", op="x.9", fence="1.4", what="tick")
 
 
+def _taken_for_a_guest_that_is_frozen_and_forgotten_to_be(story: Story) -> None:
+    copied_at = story.now
+    story.pause("b", "sbx_2", "1.2")
+    _restore(story, copied_at)
+    op = story.ask("a", "acquire", sandbox="sbx_2", owner="a")
+    story.note("node", "floor", instance="ins_2", sandbox="sbx_2", fence="1.5")
+    story.tell(op, sandbox="sbx_2", fence="1.5", ttl_ms=10)
+
+
 def _told_twice_under_one_id(story: Story) -> None:
     _told(story)
     story.hook("a.9", "run_30")
@@ -729,6 +744,7 @@ def _kept_for_the_operator(story: Story) -> None:
         _low_while_high_is_somebody_elses,
         _high_came_when_low_had_begun,
         _resumed_by_one_who_was_never_answered,
+        _taken_for_a_guest_that_is_frozen_and_forgotten_to_be,
         _told_twice_under_one_id,
         _the_same_key_of_two_tenants,
     ],

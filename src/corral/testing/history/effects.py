@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from corral.testing.history.checker import History, Rule, Violation
+from corral.testing.history.checker import Call, History, Rule, Violation
 from corral.testing.history.events import Event
 
 
@@ -16,10 +16,22 @@ def barrier(history: History) -> Iterator[Violation]:
         for call in history.acquired(sandbox):
             assert call.told and call.fence
             history.examined["barrier"] += 1
-            if not any(event.fence == call.fence and event.at <= call.told.at for event in taken):
+            known = any(event.fence == call.fence and event.at <= call.told.at for event in taken)
+            if not known and not _frozen(history, seen, call):
                 what = f"{call.fact('owner')} was told of {call.fence} on {sandbox} before the guest had taken it"
                 late = [event for event in taken if event.fence == call.fence][:1]
                 yield Violation("barrier", what, (*call.events, *late))
+
+
+def _frozen(history: History, seen: list[Event], call: Call) -> bool:
+    """The node took the fence for a guest that stands still, as a restored database has forgotten: it hears of it before it acts."""
+    assert call.told is not None
+    floor = any(e.kind == "floor" and e.fence == call.fence and e.at <= call.told.at for e in seen)
+    turns = [c for c in history.called("pause", "resume") if c.ok and c.sandbox == call.sandbox and c.told is not None]
+    before = [c for c in turns if c.told is not None and c.told.at < call.told.at]
+    last = max(before, key=lambda c: c.told.at if c.told else 0, default=None)
+    forgotten = last is not None and last.told is not None and history.may_be_forgotten(last.told.at)
+    return floor and last is not None and last.name == "pause" and forgotten
 
 
 def floors_rise(history: History) -> Iterator[Violation]:
