@@ -15,7 +15,7 @@ from corral.errors import CorralError
 from corral.ports.leases import Renewal
 from corral.services.events import Caller
 
-from .conftest import World
+from .conftest import World, turns
 
 
 async def made(world, **fields):
@@ -73,7 +73,7 @@ async def test_a_lease_is_reported_only_after_node_and_guest_know_its_fence(worl
     world.node.fence_gate = asyncio.Event()
     asking = asyncio.create_task(attach(world, box))
     await until(lambda: world.node.fenced[-1][1] == Fence(1, 2))
-    await asyncio.sleep(0.05)
+    await turns()
     assert not asking.done()
     world.node.fence_gate.set()
     assert (await asking).document["lease"] == "1.2"
@@ -128,7 +128,7 @@ async def test_a_second_owner_is_refused_outside_the_session_and_waits_inside(wo
     unable = await attach(world, box, "t/1", contention="fork")
     assert (code(unable), unable.document["field"]) == ("not_supported_yet", "/contention")
     waiting = asyncio.create_task(attach(world, box, "s/2", session="s"))
-    await asyncio.sleep(0.05)
+    await turns()
     assert not waiting.done()
     assert (await with_lease(world, "POST", f"/v1/sandboxes/{box}/release", first["lease"], {})).status == 200
     second = (await waiting).document
@@ -277,16 +277,16 @@ async def test_a_call_that_nobody_waits_for_any_more_gets_nothing_and_takes_noth
     wish = {"contention": "wait", "wait_s": 60}
     for _ in range(2):
         gone = asyncio.create_task(attach(world, box, "s/2", headers=key, **wish))
-        await asyncio.sleep(0.05)
+        await turns()
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
     leaving, staying = (asyncio.create_task(attach(world, box, "s/2", headers=key, **wish)) for _ in range(2))
-    await asyncio.sleep(0.05)
+    await turns()
     leaving.cancel()
     assert (await with_lease(world, "POST", f"/v1/sandboxes/{box}/release", first, {})).status == 200
     held = (await staying).document
     assert held["owner"] == "s/2"
-    await asyncio.sleep(0.1)
+    await turns()
     shown = (await world.call("GET", f"/v1/sandboxes/{box}")).document
     assert shown["lease"]["lease"] == held["lease"], "nobody has taken it from its holder"
     assert [e["metadata"].get("owner") for e in shown["history"] if e["event"] == "acquire"].count("s/2") == 1
