@@ -18,6 +18,8 @@ REGRESSED = SYSTEM + "store_regressed"
 BETWEEN = " "
 """Between the key and the owner that it names: no key has it in its name, so no owner can be written that is another key's."""
 MAX_OWNER = 200
+SYSTEM_TTL_MS = 3_600_000
+"""How long a system owner has a lease at a time."""
 
 
 def system_owner(reason: str) -> str:

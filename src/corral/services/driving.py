@@ -31,7 +31,7 @@ from corral.services.execs import Execs, Stopwatch, environment, fence_of, insta
 from corral.services.languages import Languages, build_limits
 from corral.services.lifecycle import Lifecycle, Wanted
 from corral.services.queue import QUEUE, Queue, judged
-from corral.services.transitions import RETRIES
+from corral.services.transitions import RETRIES, restless
 from corral.services.webhooks import WEBHOOKS
 
 Json = dict[str, Any]
@@ -348,7 +348,7 @@ class Driving:
             await core.reach(partial(core.node.fence, instance_of(view), fence_of(view), "adopt"))
             await self._lifecycle.done(sandbox_id, ("fence_adopt",), {"ok": True})
             return view
-        raise CorralError("conflict", f"the sandbox {sandbox_id} changes all the time")
+        raise restless(sandbox_id)
 
     async def _put_files(self, view: SandboxView, request: RunRequest) -> None:
         """Step 6. Safe to repeat: nothing of the caller's has run yet."""

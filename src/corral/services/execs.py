@@ -228,9 +228,10 @@ class Execs:
     ) -> Outcome:
         """Start (or find) the exec, wait for its end, take its files; -> what happened. Writes the row's states, not its result.
 
-        `new`: this process made the row, so nobody has sent it yet. `outputs` None = do not look at files; `mark`: what is found is the base of the next exec's changes. `ended` is awaited between
-        the end and the files. Never raises for what happens to the exec, nor for a fault of ours: the exec is then ended, and its
-        outcome is `infra_error`. Only `shutting_down` and `superseded` get through: somebody else looks after it.
+        `new`: this process made the row, so nobody has sent it yet. `outputs` None = do not look at files; `mark`: what is found is
+        the base of the next exec's changes. `ended` is awaited between the end and the files. Never raises for what happens to the
+        exec, nor for a fault of ours: the exec is then ended, and its outcome is `infra_error`. Only `shutting_down` and `superseded`
+        get through: somebody else looks after it.
         """
         try:
             return await self._supervise(record, instance_id, spec, modes, outputs, into, watch, mark, ended, new)

@@ -36,7 +36,7 @@ from corral.ports.queue import Charge
 from corral.services.control import Core
 from corral.services.documents import read_limits, stored_limits
 from corral.services.execs import Execs, Outcome, fence_of
-from corral.services.transitions import EFFECTS, ENDING, RETRIES, STANDING, Plan, Transitions, gone, paused
+from corral.services.transitions import EFFECTS, ENDING, RETRIES, STANDING, Plan, Transitions, gone, paused, restless
 
 Json = dict[str, Any]
 ATTEMPTS = 2
@@ -395,7 +395,7 @@ class Lifecycle(Transitions):
                         record = replace(record, incarnation=now.incarnation, lease_version=now.token)
                     elif error.code != "conflict":
                         raise
-        raise CorralError("conflict", f"the sandbox {record.sandbox_id} changes all the time")
+        raise restless(record.sandbox_id)
 
     async def exec_ended(
         self, record: ExecRecord, outcome: Outcome, result: Json, view: SandboxView | None = None
@@ -445,7 +445,7 @@ class Lifecycle(Transitions):
                     record = row or record  # it has had its end
                     break
             else:
-                raise CorralError("conflict", f"the sandbox {record.sandbox_id} changes all the time")
+                raise restless(record.sandbox_id)
         core.wakes.ring(record.exec_id, record)  # whoever is told of the end sees the sandbox as it is after it
         if not facts.killed_all:
             core.spawn(self.destroy(record.sandbox_id, "unkillable"), f"{record.sandbox_id} unkillable", last=True)

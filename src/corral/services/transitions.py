@@ -13,7 +13,7 @@ from typing import Any
 from corral import faults
 from corral.domain.fence import Fence
 from corral.domain.instance import LIVE
-from corral.domain.lease import named, system_owner
+from corral.domain.lease import SYSTEM_TTL_MS, named, system_owner
 from corral.domain.records import (
     AuditRecord,
     CommandDone,
@@ -38,7 +38,6 @@ EFFECTS = frozenset(
     ("create_instance", "fence", "fence_adopt", "start_exec", "kill_exec", "settle", "condemn_instance", "destroy")
 )
 """Commands that do something in this version; the rest of the table's commands belong to components that later steps bring."""
-SYSTEM_TTL_MS = 3_600_000
 RETRIES = 8
 SEEN = 1024
 ENDING = ("sanitizing", "terminated", "lost")
@@ -292,7 +291,7 @@ class Transitions:
                 if error.code != "conflict":
                     raise
                 view = None
-        raise CorralError("conflict", f"the sandbox {sandbox_id} changes all the time")
+        raise restless(sandbox_id)
 
 
 def _hands(view: SandboxView, transition: Transition) -> Json:
@@ -304,6 +303,11 @@ def _hands(view: SandboxView, transition: Transition) -> Json:
     fence = Fence(incarnation, fence_of(view).token + 1)
     was = view.lease.lease_owner if view.lease is not None else None
     return {"owner": named(change.owner), "lease": str(fence), "was": named(was)}
+
+
+def restless(sandbox_id: str) -> CorralError:
+    """Why a transition was not committed, however often it was tried."""
+    return CorralError("conflict", f"the sandbox {sandbox_id} changes all the time")
 
 
 def paused(view: SandboxView) -> CorralError:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from corral.domain.fence import Fence
-from corral.domain.lease import REGRESSED
+from corral.domain.lease import REGRESSED, SYSTEM_TTL_MS
 from corral.domain.records import EventRecord, LeaseRecord, SandboxRecord, SandboxView
 from corral.errors import CorralError
 from corral.ports.leases import Renewal, Seen
@@ -25,7 +25,6 @@ HELD = "l.lease_owner IS NOT NULL AND substr(l.lease_owner, 1, 7) <> 'system:'"
 """Somebody has it, the system not counted: the very words of the index."""
 ENDING = ("leased", "running", "paused", "reuse_checking")
 """States in which an expired lease is to be taken back."""
-SYSTEM_TTL_MS = 3_600_000
 _CHUNK = 500
 
 

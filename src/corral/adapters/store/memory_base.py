@@ -12,8 +12,8 @@ from corral.domain.records import Idempotency, SandboxView
 from corral.errors import CorralError
 from corral.ports.repeats import KEY_LIFE_MS
 
-from .rows import INSTANCE, LEASE, SANDBOX, Row, Shape, conflict, idempotency_conflict, not_found, superseded
-from .rules import check_idempotency
+from .rows import INSTANCE, LEASE, SANDBOX, Row, Shape, conflict, not_found, superseded
+from .rules import check_idempotency, made_before
 from .sql_text import page_size
 
 T = TypeVar("T")
@@ -110,9 +110,7 @@ class MemoryBase:
             self._put(self._keys, key, (idem.body_digest, resource_id, self._now))
             return None
         digest, known, _ = self._keys[key]
-        if digest != idem.body_digest:
-            raise idempotency_conflict(idem.route, idem.key)
-        return known
+        return made_before(idem, digest, known)
 
     def _update(
         self,

@@ -6,8 +6,7 @@ from corral.domain.records import Idempotency
 from corral.ports.repeats import DELIVERY_LIFE_MS, KEY_LIFE_MS
 
 from .memory_base import MemoryBase
-from .rows import idempotency_conflict
-from .rules import check_idempotency
+from .rules import check_idempotency, made_before
 from .sql_text import page_size
 
 
@@ -21,9 +20,8 @@ class MemoryRepeats(MemoryBase):
             known = self._keys.get((idempotency.tenant_id, idempotency.route, idempotency.key))
             if known is None or known[2] <= self._now - KEY_LIFE_MS:
                 return None
-            if known[0] != idempotency.body_digest:
-                raise idempotency_conflict(idempotency.route, idempotency.key)
-            return known[1]
+            digest, resource_id, _ = known
+            return made_before(idempotency, digest, resource_id)
 
         return await self._transact(work)
 

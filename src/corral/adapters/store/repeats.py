@@ -5,8 +5,7 @@ from __future__ import annotations
 from corral.domain.records import Idempotency
 from corral.ports.repeats import DELIVERY_LIFE_MS, KEY_LIFE_MS
 
-from .rows import idempotency_conflict
-from .rules import check_idempotency
+from .rules import check_idempotency, made_before
 from .sql_text import page_size
 from .transacting import Transacting, Tx
 
@@ -44,10 +43,7 @@ def claim_key(tx: Tx, idem: Idempotency | None, resource_id: str) -> str | None:
             key,
         )
         if found:  # else it was old, and has been removed between the two
-            [(digest, known)] = found
-            if digest != idem.body_digest:
-                raise idempotency_conflict(idem.route, idem.key)
-            return str(known)
+            return made_before(idem, *found[0])
 
 
 def made_under(tx: Tx, idem: Idempotency) -> str | None:
@@ -56,12 +52,7 @@ def made_under(tx: Tx, idem: Idempotency) -> str | None:
         " WHERE tenant_id = :tenant AND route = :route AND request_key = :key AND created_at > :old",
         {"tenant": idem.tenant_id, "route": idem.route, "key": idem.key, "old": tx.now - KEY_LIFE_MS},
     )
-    if not found:
-        return None
-    [(digest, known)] = found
-    if digest != idem.body_digest:
-        raise idempotency_conflict(idem.route, idem.key)
-    return str(known)
+    return made_before(idem, *found[0]) if found else None
 
 
 def forget_old(tx: Tx, limit: int) -> int:

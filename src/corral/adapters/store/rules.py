@@ -8,13 +8,20 @@ from dataclasses import replace
 from corral.domain.records import Idempotency, InstanceRecord, LeaseChange, LeaseRecord, SandboxRecord
 from corral.errors import CorralError
 
-from .rows import DEFAULT_CLAIM_MS, Row, conflict, lease_lost, may_move, to_text
+from .rows import DEFAULT_CLAIM_MS, Row, conflict, idempotency_conflict, lease_lost, may_move, to_text
 
 
 def check_idempotency(idem: Idempotency) -> None:
     """`invalid_value` for text that cannot be a key (both stores)."""
     for name in ("tenant_id", "route", "key", "body_digest"):
         to_text(getattr(idem, name), f"idempotency_key.{name}")
+
+
+def made_before(idem: Idempotency, digest: str, resource_id: str) -> str:
+    """What a key that counts has made: another request under it is a conflict."""
+    if digest != idem.body_digest:
+        raise idempotency_conflict(idem.route, idem.key)
+    return resource_id
 
 
 def check_monotone(old: SandboxRecord, changes: Row) -> None:
