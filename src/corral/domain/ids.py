@@ -8,8 +8,6 @@ from __future__ import annotations
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 """Crockford's base 32: no i, l, o, u."""
 
-PREFIXES = ("run", "sbx", "exe", "ins", "cmd")
-
 _LENGTH = 26
 _MAX_MS = 2**48 - 1
 

@@ -49,11 +49,6 @@ def named(lease_owner: str | None) -> str | None:
     return owner if between else key
 
 
-def is_implicit(lease_owner: str | None) -> bool:
-    """True for the lease of a caller that knows none."""
-    return lease_owner is not None and not is_system(lease_owner) and BETWEEN not in lease_owner
-
-
 def ttl_of(lease: LeaseRecord) -> int:
     """How long it was taken or extended for, in milliseconds."""
     return max(1, lease.expires_at - lease.heartbeat_at)

@@ -111,7 +111,6 @@ class QuotaRules:
 
 
 NO_RULES = QuotaRules()
-ONE_SANDBOX = Amounts(sandboxes=1)
 
 
 def sandbox_amounts(limits: Limits) -> Amounts:
