@@ -111,8 +111,9 @@ class Installation:
             "CORRAL_STATE_DIR": str(self.state),
             "CORRAL_ADMIN_KEY": self.key,
             "CORRAL_WITNESS": str(self.witness),
-            "CORRAL_POLICY": str(self.policy),
         }
+        if self.policy.exists():
+            env["CORRAL_POLICY"] = str(self.policy)
         words = ["serve", "--port", str(self.port)]
         if self.postgres is not None and self.redis is not None:
             env |= {"CORRAL_DATABASE_URL": self.postgres.url(), "CORRAL_REDIS_URL": self.redis.url}
