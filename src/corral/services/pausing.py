@@ -157,7 +157,9 @@ class Pausing:
             return view
         plan = Plan(view)
         core = self._core
-        outcome: Json = {"ok": True} if failed is None else {"ok": False, "code": failed.code, "detail": core.told(failed)}
+        outcome: Json = (
+            {"ok": True} if failed is None else {"ok": False, "code": failed.code, "detail": core.told(failed)}
+        )
         self._lifecycle.step(
             plan,
             done,

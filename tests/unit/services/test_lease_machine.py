@@ -249,7 +249,9 @@ class Leases(RuleBasedStateMachine):
         view = self.run(self.world.store.get_sandbox(self.box, None))
         now = Fence(view.sandbox.incarnation, view.lease.lease_version)
         assert now >= self.floor, "the node is ahead of the store"
-        assert view.sandbox.state not in ("sanitizing", "terminated"), "what is cut short is done over, and ends nothing"
+        assert view.sandbox.state not in ("sanitizing", "terminated"), (
+            "what is cut short is done over, and ends nothing"
+        )
 
     def teardown(self) -> None:
         async def work() -> None:
