@@ -165,7 +165,7 @@ def test_directories_are_emptied_whatever_is_in_them_and_through_no_link(tmp_pat
     assert os.listdir(tmp_path / "outside") == ["kept"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for another user")
 def test_what_another_user_keeps_is_told_and_the_rest_is_removed() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # pytest's own are closed to others
         _a_sticky_place(Path(directory))
