@@ -117,7 +117,16 @@ class Violation(Exception):
 _STATES = frozenset({"unknown", "starting", "running", "ended", "failed", "lost"})
 _WHATS = frozenset({"argv", "cwd", "user", "platform"})
 _CODES = frozenset(
-    {"lease_lost", "not_found", "cursor_gone", "illegal_transition", "bad_request", "conflict", "infra_error"}
+    {
+        "lease_lost",
+        "not_found",
+        "cursor_gone",
+        "illegal_transition",
+        "sandbox_paused",
+        "bad_request",
+        "conflict",
+        "infra_error",
+    }
 )
 _ENDED_BY = frozenset({None, "timeout", "kill", "fence", "deadline"})
 _MAX = 2**63

@@ -330,6 +330,13 @@ class Runner:
         fcntl.ioctl(job.pty_master, TIOCSWINSZ, _struct.pack("HHHH", rows, columns, 0, 0))
 
     # -- news of the supervisor --------------------------------------------------------------------------------------------------
+    def none_starts(self) -> bool:
+        """Every supervisor that was given a program has said, by now, that it runs or that it cannot."""
+        for job in list(self.by_supervisor.values()):
+            if job.started is None:
+                self._hear(job)
+        return all(job.started is not None or job.post is None for job in self.by_supervisor.values())
+
     def signal(self, job: Exec, number: int, *, tree: bool) -> None:
         if job.post is not None:
             job.post.command("T" if tree else "S", number)

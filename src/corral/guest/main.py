@@ -469,6 +469,8 @@ class Guest:
         known = self.runner.execs.get(exec_id)
         if known is not None:
             return known.facts() | {"already": True}
+        if self.runner.held:
+            raise Refusal("sandbox_paused", "nothing begins in a sandbox that is paused")
         attach = integer_of(request, "attach", -1, 0, 2**31)
         numbers = self._stream_numbers(request) if attach >= 0 else {}
         job = self.runner.start(spec, fence_of(request))

@@ -43,7 +43,9 @@ class Pause:
                 self._deadline.begin_quiet(now)
         if not stop:
             return True, 0
-        whole = stop_all(self._below, self.stopped, now + STOP_PATIENCE_S)
+        until = now + STOP_PATIENCE_S
+        # A program whose supervisor has yet to fork is in no table: nobody would stop it.
+        whole = wait_for(self._runner.none_starts, until) and stop_all(self._below, self.stopped, until)
         return whole, len(self.stopped)
 
     def end(self, now: float) -> int:
@@ -65,6 +67,15 @@ class Pause:
         ours = self._runner.by_supervisor
         found = processes.descendants(os.getpid(), set(self._runner.idle))
         return [process for process in found if process.pid not in ours]
+
+
+def wait_for(seen: Callable[[], bool], until: float) -> bool:
+    """False if it has not come to that at `until` (monotonic)."""
+    while not seen():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def stop_all(look: Callable[[], list[processes.Process]], stopped: list[processes.Process], until: float) -> bool:

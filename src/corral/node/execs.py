@@ -107,6 +107,7 @@ class Exec:
     async def _start(self, spec: dict[str, Any], fence: Fence) -> ExecStatus | None:
         try:
             client = await self.body.client()
+            self.body.check_free()  # it may have been paused since we began
             self.sent = True
             return await client.start_exec(spec, fence=fence, follow=True)
         except CorralError as error:

@@ -106,6 +106,27 @@ async def test_programs_that_fork_all_the_time_are_all_found(guest: RunningGuest
     assert (await client.kill_all(fence=FENCE))["killed_all"]
 
 
+async def test_a_program_that_is_about_to_start_is_stopped_too(guest: RunningGuest, client: GuestClient) -> None:
+    for _ in range(20):
+        start = asyncio.ensure_future(client.start_exec(guest.spec("sh", "-c", "while :; do :; done"), fence=FENCE))
+        paused = asyncio.ensure_future(client.pause(FENCE, stop=True))  # right behind it, on the same line
+        assert (await paused)["whole"] == 1 and (await start)["started"] is True
+        assert {one.state for one in programs(guest, "while :")} == {b"T"}
+        await client.resume(FENCE)
+    assert (await client.kill_all(fence=FENCE))["killed_all"]
+
+
+@pytest.mark.parametrize("stop", [True, False])
+async def test_nothing_begins_while_it_is_paused(guest: RunningGuest, client: GuestClient, stop: bool) -> None:
+    await client.pause(FENCE, stop=stop)
+    spec = guest.spec("true")
+    with pytest.raises(CorralError) as refused:
+        await client.start_exec(spec, fence=FENCE)
+    assert refused.value.code == "sandbox_paused" and (await client.exec_status(spec["exec_id"]))["started"] is False
+    await client.resume(FENCE)
+    assert (await client.start_exec(spec, fence=FENCE))["started"] is True
+
+
 async def until_some(guest: RunningGuest, word: str) -> None:
     end = time.monotonic() + 30
     while len(programs(guest, word)) < 3:
