@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from corral.domain.identity import KeyRecord, UserRecord, is_of, parse_key, user_id_of, with_included
+from corral.domain.identity import DEFAULT_TENANT, KeyRecord, UserRecord, is_of, parse_key, user_id_of, with_included
 from corral.domain.ids import ulid_of
 from corral.domain.records import AuditRecord
 from corral.errors import CorralError
@@ -76,6 +76,9 @@ class Admission:
     async def _ask(self, text: str, digest: bytes) -> Verdict:
         epoch, began = self._epoch, asyncio.get_running_loop().time()
         verdict, left_s = await self._judge(text)
+        if verdict.caller is not None and verdict.caller.tenant_id != DEFAULT_TENANT and not self._core.policy.shared:
+            # There is a second tenant, whichever replica made it: its first call must find that known.
+            self._core.policy = replace(self._core.policy, shared=True)
         if epoch == self._epoch:
             known = self._bad if verdict.caller is None else self._good
             known[digest] = (verdict, began + min(HOLDS_S, left_s))

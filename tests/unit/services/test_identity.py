@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -330,6 +331,16 @@ async def test_another_worker_s_second_tenant_is_heard_of(world: World, monkeypa
         while not core.policy.shared:
             await asyncio.sleep(0.01)
     follow.cancel()
+
+
+async def test_the_first_call_of_a_second_tenant_finds_that_there_are_several(world: World) -> None:
+    key = await made(world)
+    assert world.services is not None
+    core = world.services.core
+    core.policy = replace(core.policy, shared=False)  # as at a worker that did not make the tenant
+    world.services.identity.admission.forget()
+    await enters(world, key["key"])
+    assert core.policy.needs(None).enforced == {"memory", "pids", "disk"}
 
 
 async def test_only_the_operator_is_told_where_the_store_is(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
