@@ -49,16 +49,16 @@ def written(box: Box, sandbox: str) -> list[int]:
 def test_a_timeout_ends_every_process_of_the_tree(box: Box, marker: str) -> None:
     sandbox = box.sandbox()
     began = time.monotonic()
-    doc = box.exec_json(sandbox, "python3", "-c", WRITERS, marker, options=("--timeout", "2"))
+    doc = box.exec_json(sandbox, "python3", "-c", WRITERS, marker, options=("--timeout", "6"))
     took = time.monotonic() - began
     result = doc["result"]
     assert result["reason"] == "timeout", result
     assert result["started"] is True
     assert result["stdout"]["text"] == "start\n"
-    assert "2" in result["hint"]
+    assert "6" in result["hint"]
     assert result["limits"]["wall"]["hit"] is True
-    assert 2000 <= result["timings"]["running_ms"] <= 5500
-    assert took < 15
+    assert 6000 <= result["timings"]["running_ms"] <= 12_000
+    assert took < 30
     assert marked(marker) == []
     first, each = beat(box, sandbox), written(box, sandbox)
     time.sleep(1)
@@ -72,8 +72,8 @@ def test_a_timeout_ends_every_process_of_the_tree(box: Box, marker: str) -> None
 
 
 def test_the_command_line_says_124_on_timeout_and_prints_what_came(box: Box, marker: str) -> None:
-    enough = "5" if box.own_kernel else "1"  # to have written: an interpreter starts slower there
-    done = box("run", "--runtime", box.runtime, "--timeout", enough, "-c", WRITERS, marker)
+    # Enough for an interpreter to start and to write, on a busy machine too.
+    done = box("run", "--runtime", box.runtime, "--timeout", "8", "-c", WRITERS, marker)
     assert (done.returncode, done.stdout) == (124, b"start\n"), done.stderr
     assert b"timeout" in done.stderr
     assert living(box, marker) == []

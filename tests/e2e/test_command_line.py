@@ -160,8 +160,8 @@ def test_files_go_in_and_artifacts_come_out(box: Box, tmp_path: Path) -> None:
 
 def test_timeout_is_124_with_partial_output(box: Box) -> None:
     began = time.monotonic()
-    done = run(box, "--timeout", "1", "-c", "import time; print('start', flush=True); time.sleep(60)")
-    assert time.monotonic() - began < 15
+    done = run(box, "--timeout", "5", "-c", "import time; print('start', flush=True); time.sleep(60)")
+    assert time.monotonic() - began < 30
     assert (done.returncode, done.stdout) == (124, b"start\n")
     assert done.stderr.startswith(b"corral: timeout: ")
 
