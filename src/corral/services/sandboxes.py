@@ -492,14 +492,14 @@ class Sandboxes:
         return (await self._execs.begun(exec_id) if record.state == "starting" else record), fence
 
     async def _sent(self, work: Awaitable[T], exec_id: str) -> T:
-        """What the node says to an exec's input or signal; a fence that it refuses is told as every other."""
+        """What the node says to an exec's input or signal; what it met because the sandbox was ending is told as every other such."""
         try:
             return await work
         except CorralError as error:
-            if error.code == "lease_lost":
-                record = await self._core.store.get_exec(exec_id, None)
-                raise (error if record is None else await self.met(error, record.sandbox_id)) from error
-            raise
+            record = await self._core.store.get_exec(exec_id, None)
+            if record is None:
+                raise
+            raise await self.met(error, record.sandbox_id) from error
 
     async def signal_exec(self, caller: Caller, exec_id: str, document: Any, lease: str | None = None) -> None:
         """`{"signal": "TERM" | "SIGTERM" | 15}` to the whole exec."""

@@ -383,6 +383,34 @@ async def test_an_exec_that_a_deletion_overtakes_says_deleted(world, until, monk
     assert tar.document["code"] == "sandbox_deleted"
 
 
+async def test_input_and_signals_that_a_deletion_overtakes_are_told_of_it(world, monkeypatch):
+    made = await make(world)
+    path = f"/v1/sandboxes/{made['id']}"
+    exec_id = (await world.call("POST", path + "/execs", {"argv": ["sleep"], "stdin_open": True}, wait=0)).document[
+        "id"
+    ]
+    world.node.destroy_gate = asyncio.Event()
+    asked, told = [asyncio.Event(), asyncio.Event()], asyncio.Event()
+
+    def broken(number):
+        async def call(*_, **__):
+            asked[number].set()
+            await told.wait()
+            raise CorralError("guest_lost", "broken pipe")
+
+        return call
+
+    monkeypatch.setattr(world.node, "stdin_exec", broken(0))
+    monkeypatch.setattr(world.node, "signal_exec", broken(1))
+    feed = asyncio.create_task(world.call("POST", f"/v1/execs/{exec_id}/stdin"))
+    stop = asyncio.create_task(world.call("POST", f"/v1/execs/{exec_id}/signal", {"signal": "TERM"}))
+    for one in asked:
+        await asyncio.wait_for(one.wait(), 10)
+    await world.call("DELETE", path, wait=0.05)
+    told.set()
+    assert [reply.document["code"] for reply in await asyncio.gather(feed, stop)] == ["sandbox_deleted"] * 2
+
+
 async def test_what_a_call_meets_in_a_sandbox_that_ends_is_told_by_its_end(world):
     made = (await world.call("POST", "/v1/sandboxes", {})).document
     world.node.destroy_gate = asyncio.Event()
