@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -23,24 +24,24 @@ T = TypeVar("T")
 Jobs = queue.SimpleQueue[Any]
 
 
-class StoreThread:
+class StoreThread(ABC):
     """A thread with a connection of its own that takes jobs from a queue; the stop job (None) ends it."""
 
     def __init__(self, name: str, jobs: Jobs) -> None:
         self._jobs = jobs
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    @abstractmethod
     def transact(self, work: Callable[[Tx], T]) -> T:
         """Run `work` in one transaction: all or nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def translated(self, error: BaseException) -> BaseException:
         """What the caller gets for what a job raised."""
-        raise NotImplementedError
 
+    @abstractmethod
     def disconnect(self) -> None:
         """Close the connection, if there is one. Raises nothing."""
-        raise NotImplementedError
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -76,7 +77,7 @@ def _deliver(future: asyncio.Future[Any], result: Any, failure: BaseException | 
 W = TypeVar("W", bound=StoreThread)
 
 
-class ThreadedStore(SqlStore, Generic[W]):
+class ThreadedStore(SqlStore, ABC, Generic[W]):
     """See the module docstring. Usable from several event loops at once."""
 
     def __init__(self) -> None:
@@ -87,13 +88,13 @@ class ThreadedStore(SqlStore, Generic[W]):
         self._usable = False
         self._installation: str | None = None
 
+    @abstractmethod
     def _made(self, writes: Jobs, reads: Jobs) -> Sequence[tuple[W, Jobs]]:
         """The threads, not started, each with the queue that it takes jobs from."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _prepare(self, thread: W) -> str:
         """Make or check the tables, in a writer's thread; -> the installation id."""
-        raise NotImplementedError
 
     # -- opening and closing ---------------------------------------------------------------------------------------------------
     async def open(self) -> None:
